@@ -1,0 +1,88 @@
+"""Batch: which segments of which requests one node runs in one step; and what a node is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from mstar.engine.output import TokenLogprobs
+from mstar.engine.request import Request
+from mstar.engine.resources.step import NodeStep, Segment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The requests that one node serves in one step.
+
+    The scheduler hands out the same object again while neither the requests nor their spans
+    change, so that what depends on these alone can be kept from step to step.
+    """
+
+    node: str
+    requests: tuple[Request, ...]
+    segments: tuple[Segment, ...]
+    """One a request, in the same order."""
+    yielding: tuple[int, ...]
+    """Indices of the requests whose known tokens all are computed after this step."""
+
+    @classmethod
+    def of(cls, node: str, spans: Sequence[tuple[Request, int]]) -> Self:
+        """Return the batch that computes the next ``span`` tokens of each request."""
+        return cls(
+            node,
+            tuple(request for request, _ in spans),
+            tuple(Segment(request.request_id, "main", span) for request, span in spans),
+            tuple(
+                i
+                for i, (request, span) in enumerate(spans)
+                if span == len(request.tokens) - request.num_computed_tokens
+            ),
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes its one last token."""
+        return len(self.yielding) == len(self.segments) == sum(s.span for s in self.segments)
+
+    def alone(self, index: int) -> Self:
+        """Return the batch of one of its requests."""
+        return self.of(self.node, [(self.requests[index], self.segments[index].span)])
+
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """Return the ids that the step computes, ``[num_tokens]``, segment after segment."""
+        pieces = (
+            request.tokens[request.num_computed_tokens : request.num_computed_tokens + segment.span]
+            for request, segment in zip(self.requests, self.segments, strict=True)
+        )
+        return np.fromiter(chain.from_iterable(pieces), np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOutput:
+    """What a node's forward gave the requests of ``Batch.yielding``, in that order."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Why a request got no usable result, by its place in ``token_ids``."""
+
+
+class Node(ABC):
+    """One component of a model, as the runner sees it."""
+
+    @abstractmethod
+    def declare(self, batch: Batch) -> NodeStep:
+        """Return what the step asks of each of the node's resources."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
+        """Compute the step; its layers call the plans.
+
+        Args:
+            batch: What to compute.
+            plans: The plan of each of the node's resources, by key.
+        """

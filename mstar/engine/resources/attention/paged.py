@@ -1,0 +1,247 @@
+"""A compiled CPU kernel that reads the pages in place."""
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
+from mstar.engine.resources.attention.config import AttentionConfig
+from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+
+PIECE_LEN = 64
+"""New tokens of a segment that the kernel takes at once; more are cut into pieces."""
+
+CALL_BYTES = 8 << 20
+"""Partial results of one call, in bytes; a step with more is spread over several calls."""
+
+_VECTOR = 16
+
+_Int32 = npt.NDArray[np.int32]
+
+
+def _load_kernel() -> ModuleType | None:
+    """Return the compiled module, or ``None`` where it was not built.
+
+    It is loaded after torch, so that the dynamic linker gives it torch's OpenMP runtime, and with
+    it torch's threads.
+    """
+    try:
+        return importlib.import_module("mstar.engine.resources.attention._paged")
+    except ImportError:
+        return None
+
+
+class Workspace:
+    """Memory for the kernel's partial results, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32)
+
+    def reserve(self, num_floats: int) -> Tensor:
+        """Return at least ``num_floats`` of float32; plans share it, since they run in turn."""
+        if self._memory.numel() < num_floats:
+            self._memory = torch.empty(num_floats, dtype=torch.float32)
+        return self._memory
+
+
+class PagedPlan(AttentionPlan):
+    """A step as the kernel's arguments, made once for each distinct window and soft cap.
+
+    Args:
+        kernel: The compiled module.
+        level: Instruction set, 0 is the plainest.
+        workspace: Shared by the plans of a backend.
+        config: Heads, scale and per-layer rules.
+        kv_plan: The step.
+        is_causal: One a segment.
+    """
+
+    def __init__(
+        self,
+        kernel: ModuleType,
+        level: int,
+        workspace: Workspace,
+        config: AttentionConfig,
+        kv_plan: KVPlan,
+        is_causal: Sequence[bool],
+    ) -> None:
+        _check(kv_plan)
+        self._kernel = kernel
+        self._level = level
+        self._workspace = workspace
+        self._config = config
+        self._kv_plan = kv_plan
+        self._shape = (int(kv_plan.qo_indptr[-1]), config.num_qo_heads, config.head_dim)
+        self._pieces = _cut(kv_plan, np.asarray(is_causal, np.int32))
+        # The kernel sees addresses only: what they point at lives as long as the plan.
+        self._alive: list[object] = []
+        self._calls: dict[tuple[int | None, float | None], list[tuple[int | float, ...]]] = {}
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """Attend in place, in one call unless the step is large."""
+        plan, rules = self._kv_plan, self._config.layers[layer]
+        assert query.shape == self._shape, f"query is {query.shape}, the step {self._shape}"
+        assert query.dtype == plan.layout.dtype, f"{query.dtype} over {plan.layout.dtype}"
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        key = (rules.window, rules.soft_cap)
+        calls = self._calls.get(key)
+        if calls is None:
+            calls = self._calls[key] = self._prepare(*key)
+        tensors = (
+            query.data_ptr(),
+            plan.keys[layer].data_ptr(),
+            plan.values[layer].data_ptr(),
+            out.data_ptr(),
+        )
+        for arguments in calls:
+            self._kernel.attend(*arguments, *tensors)
+        return out
+
+    def _prepare(self, window: int | None, soft_cap: float | None) -> list[tuple[int | float, ...]]:
+        """Return the calls of one rule, a tuple of leading arguments each."""
+        qo_lens, _, kv_lens, _, is_causal = self._pieces
+        chunk: int = self._kernel.CHUNK
+        first = np.zeros_like(kv_lens)
+        if window is not None:
+            first = np.where(is_causal, np.maximum(kv_lens - qo_lens + 1 - window, 0), 0)
+        first_chunk = (first // chunk).astype(np.int32)
+        num_chunks = (-(-kv_lens // chunk) - first_chunk).astype(np.int64)
+        num_rows = num_chunks * qo_lens * self._config.num_qo_heads
+        budget = CALL_BYTES // (4 * (self._config.head_dim + self._kernel.PAD))
+        calls, begin, total = [], 0, 0
+        for end, rows in enumerate(num_rows.tolist()):
+            if total and total + rows > budget:
+                calls.append(slice(begin, end))
+                begin, total = end, 0
+            total += rows
+        if total:
+            calls.append(slice(begin, len(num_rows)))
+        return [
+            self._arguments(
+                first_chunk[some], num_chunks[some], some, (window or 0, soft_cap or 0.0)
+            )
+            for some in calls
+        ]
+
+    def _arguments(
+        self,
+        first_chunk: _Int32,
+        num_chunks: npt.NDArray[np.int64],
+        some: slice,
+        rule: tuple[int, float],
+    ) -> tuple[int | float, ...]:
+        """Return what one call is told besides the layer's tensors, in the kernel's order."""
+        plan, config = self._kv_plan, self._config
+        stride = config.head_dim + self._kernel.PAD
+        pieces = [array[some] for array in self._pieces]
+        num_rows = num_chunks * pieces[0] * config.num_qo_heads
+        partial = self._workspace.reserve(int(num_rows.sum()) * stride)
+        row_indptr = num_rows.cumsum() - num_rows
+        chunk_indptr = np.zeros(len(num_chunks) + 1, np.int64)
+        num_chunks.cumsum(out=chunk_indptr[1:])
+        arrays = (chunk_indptr, row_indptr, first_chunk, *pieces, plan.page_table)
+        self._alive += [partial, *arrays]
+        return (
+            self._level,
+            torch.get_num_threads(),
+            partial.data_ptr(),
+            *(array.ctypes.data for array in arrays),
+            len(num_rows),
+            plan.page_table.shape[1],
+            plan.layout.page_size,
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            rule[0],
+            int(plan.layout.dtype == torch.bfloat16),
+            config.scale,
+            rule[1],
+        )
+
+
+def _cut(plan: KVPlan, is_causal: _Int32) -> tuple[_Int32, _Int32, _Int32, _Int32, _Int32]:
+    """Return the pieces of all segments.
+
+    Each array has one number a piece: new tokens, the first of them among all of the step, slots
+    up to the last of them (all of the stream's where it is not causal), segment, causal or not.
+    """
+    num_pieces = -(-plan.qo_lens // PIECE_LEN)
+    segments = np.repeat(np.arange(len(num_pieces), dtype=np.int32), num_pieces)
+    ordinal = (
+        np.arange(len(segments), dtype=np.int32) - (num_pieces.cumsum() - num_pieces)[segments]
+    )
+    begin = ordinal * PIECE_LEN
+    qo_lens = np.minimum(plan.qo_lens[segments] - begin, PIECE_LEN)
+    is_causal = is_causal[segments]
+    behind = np.where(is_causal, plan.qo_lens[segments] - begin - qo_lens, 0)
+    arrays = (
+        qo_lens,
+        plan.qo_indptr[segments] + begin,
+        plan.kv_lens[segments] - behind,
+        segments,
+        is_causal,
+    )
+    a, b, c, d, e = (np.ascontiguousarray(array, np.int32) for array in arrays)
+    return a, b, c, d, e
+
+
+def _check(plan: KVPlan) -> None:
+    """Assert what the kernel trusts: types, contiguity, and that no index leaves the cache."""
+    for array in (plan.qo_lens, plan.qo_indptr, plan.kv_lens, plan.page_table):
+        assert array.dtype == np.int32, f"an index array is {array.dtype}"
+        assert array.flags.c_contiguous, f"an index array has strides {array.strides}"
+    room = plan.page_table.shape[1] * plan.layout.page_size
+    assert (plan.qo_lens <= plan.kv_lens).all(), f"{plan.qo_lens} new of {plan.kv_lens} slots"
+    assert plan.kv_lens.max(initial=0) <= room, f"{plan.kv_lens} slots in pages for {room}"
+    pages = plan.page_table
+    assert pages.min(initial=0) >= 0, f"page {pages.min()}"
+    assert pages.max(initial=0) < plan.layout.num_pages, f"page {pages.max()} of {plan.layout}"
+
+
+class Backend(AttentionBackend):
+    """The compiled kernel.
+
+    A row comes out the same to the last bit in any batch, in any cut of its stream into causal
+    segments, and with any number of threads, at one level.
+
+    Args:
+        config: Heads, scale and per-layer rules.
+        layout: Shape and dtype of the cache.
+        level: Instruction set, from 0 up to what the machine has (2 AVX-512, 1 AVX2); ``None`` is
+            the best.
+    """
+
+    def __init__(self, config: AttentionConfig, layout: KVLayout, level: int | None = None) -> None:
+        super().__init__(config, layout)
+        kernel = _load_kernel()
+        assert kernel is not None, "a backend that refuses was built"
+        self._kernel = kernel
+        self._level: int = kernel.LEVEL if level is None else level
+        assert 0 <= self._level <= kernel.LEVEL, f"level {level}, the machine has {kernel.LEVEL}"
+        self._workspace = Workspace()
+
+    @classmethod
+    def unsupported(cls, config: AttentionConfig, layout: KVLayout) -> list[str]:
+        """Refuse other devices and dtypes, odd head sizes, and a package without the kernel."""
+        reasons = []
+        if _load_kernel() is None:
+            reasons.append("compiled kernel missing: install a C compiler and reinstall")
+        if layout.device.type != "cpu":
+            reasons.append(f"the cache is on {layout.device}; the kernel runs on the CPU")
+        if layout.dtype not in (torch.float32, torch.bfloat16):
+            reasons.append(f"the cache's dtype is {layout.dtype}; it must be float32 or bfloat16")
+        if config.head_dim % _VECTOR:
+            reasons.append(f"head_dim is {config.head_dim}; it must be a multiple of {_VECTOR}")
+        return reasons
+
+    def plan(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan:
+        """Cut the segments into pieces; the kernel's calls are made when a layer first asks."""
+        return PagedPlan(
+            self._kernel, self._level, self._workspace, self.config, kv_plan, is_causal
+        )

@@ -1,0 +1,1 @@
+"""The paged KV cache: pages named by content, shared between requests."""

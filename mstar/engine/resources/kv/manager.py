@@ -1,0 +1,338 @@
+"""KVManager: the pages of every stream, from admission to reuse by another request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
+from mstar.engine.resources.kv.cache import PagedKVCache
+from mstar.engine.resources.kv.config import KVConfig, KVSpec
+from mstar.engine.resources.kv.keys import PageItem, page_items, page_key
+from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+from mstar.engine.resources.kv.pages import PagePool
+from mstar.engine.resources.kv.prefix import PrefixIndex
+from mstar.engine.resources.kv.table import PageTable
+from mstar.engine.resources.step import ResourceStep, Segment
+from mstar.errors import ConfigError
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the manager keeps of one stream beside its row."""
+
+    row: int
+    opening: Opening
+    keys: list[bytes]
+    """Keys of the stream's first pages, as far as they are known."""
+    items: dict[int, list[PageItem]]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows and spans of one tuple of segments."""
+
+    segments: tuple[Segment, ...]
+    rows: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.int64]
+    indptr: npt.NDArray[np.int32]
+    is_decode: bool
+    """Every segment is one token."""
+
+
+class KVManager(Resource):
+    """Owner of one paged KV cache.
+
+    Args:
+        resource_key: Its key among the model's resources.
+        config: Shape of the cache.
+        deployment: Page size, pool size, dtype and device.
+    """
+
+    def __init__(self, resource_key: str, config: KVConfig, deployment: Deployment) -> None:
+        self.resource_key = resource_key
+        dtype = getattr(torch, deployment.dtype)
+        num_pages = deployment.num_pages
+        if num_pages is None:
+            per_page = config.page_nbytes(deployment.page_size, dtype.itemsize)
+            num_pages = deployment.kv_cache_bytes // per_page
+        if num_pages < 1:
+            raise ConfigError(
+                f"the KV cache {resource_key!r} would hold {num_pages} pages of "
+                f"{deployment.page_size} tokens; give it more memory or pages"
+            )
+        self.page_size = deployment.page_size
+        self.capacity = num_pages * self.page_size
+        self.is_reuse_enabled = deployment.enable_prefix_caching
+        self.layout = KVLayout(
+            num_layers=config.num_layers,
+            num_pages=num_pages + 1,
+            page_size=self.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=torch.device(deployment.device),
+        )
+        self.cache = PagedKVCache(self.layout)
+        self.index = PrefixIndex()
+        self.pool = PagePool(num_pages, self.index.remove)
+        max_pages = -(-deployment.max_model_len // self.page_size)
+        self._table = PageTable(deployment.max_num_seqs, max_pages)
+        self._num_indexed = np.zeros(deployment.max_num_seqs, np.int64)
+        self._streams: dict[tuple[str, str], _Stream] = {}
+        self._labels: dict[str, list[str]] = {}
+        self._rows = _Rows((), *_EMPTY)
+        self._grown: list[tuple[int, int]] = []
+        """Row and number of pages that the last ``admit`` took."""
+
+    @classmethod
+    def build(
+        cls, spec: KVSpec, deployment: Deployment, resources: Mapping[str, Resource]
+    ) -> Self:
+        """Return a manager with an empty cache."""
+        return cls(spec.resource_key, spec.config, deployment)
+
+    # A request's life.
+
+    def ever_fits(self, opening: Opening) -> Refusal | None:
+        """Refuse a stream that needs more pages than there are."""
+        needed = self._pages_for(opening.max_len)
+        if needed <= self.pool.num_pages:
+            return None
+        return Refusal(
+            self.resource_key,
+            f"{opening.max_len} tokens of prompt and output need {needed} KV pages of "
+            f"{self.page_size} tokens, and the pool has {self.pool.num_pages}",
+            is_permanent=True,
+        )
+
+    def match(self, opening: Opening) -> int | None:
+        """Return the tokens of full pages that are here already, at most all but one."""
+        return len(self._match(opening)) * self.page_size
+
+    def _match(self, opening: Opening) -> list[int]:
+        if opening.root is None or not self.is_reuse_enabled:
+            return []
+        return self.index.match(self._known_keys(opening))
+
+    def _known_keys(self, opening: Opening) -> list[bytes]:
+        """Return the keys of the stream's full pages, the last token's page left out."""
+        limit = (len(opening.tokens) - 1) // self.page_size
+        given = min(len(opening.page_keys or ()), opening.num_prompt_tokens // self.page_size)
+        keys = list((opening.page_keys or ())[: min(given, limit)])
+        if len(keys) < limit:
+            items = page_items(opening.spans, self.page_size) if opening.spans else {}
+            for page in range(len(keys), limit):
+                keys.append(self._page_key(opening, keys, items, page))
+        return keys
+
+    def _page_key(
+        self,
+        opening: Opening,
+        keys: list[bytes],
+        items: dict[int, list[PageItem]],
+        page: int,
+    ) -> bytes:
+        assert opening.root is not None
+        prev = keys[page - 1] if page else opening.root
+        start = page * self.page_size
+        ids = opening.tokens[start : start + self.page_size]
+        on_page = items.get(page, ())
+        if on_page:
+            covered = {
+                slot
+                for item in on_page
+                for slot in range(item.start, item.start + item.length - item.offset)
+            }
+            ids = [token for slot, token in enumerate(ids) if slot not in covered]
+        return page_key(prev, ids, on_page)
+
+    def open(self, opening: Opening, num_reused: int) -> Refusal | None:
+        """Pin the reused pages, then take pages for the rest of what is to be computed."""
+        reused = self._match(opening)[: num_reused // self.page_size]
+        self.pool.retain(reused)
+        needed = self._pages_for(len(opening.tokens)) - len(reused)
+        # A page for each open stream stays available, so that growth seldom preempts.
+        spare = self.pool.num_available - needed
+        if spare < len(self._streams) or (taken := self.pool.try_allocate(needed)) is None:
+            available = self.pool.num_available
+            self.pool.release(reused)
+            return Refusal(
+                self.resource_key,
+                f"{needed} KV pages are needed beside {len(reused)} reused ones; "
+                f"{available} are available and {len(self._streams)} are set aside",
+            )
+        row = self._table.take_row()
+        if row >= len(self._num_indexed):
+            self._num_indexed = np.resize(self._num_indexed, len(self._table.stored))
+        self._table.extend(row, reused)
+        self._table.extend(row, taken)
+        self._table.stored[row] = len(reused) * self.page_size
+        is_shared = opening.root is not None and self.is_reuse_enabled
+        self._num_indexed[row] = len(reused) if is_shared else _NEVER
+        full = min(len(opening.page_keys or ()), opening.num_prompt_tokens // self.page_size)
+        key = (opening.request_id, opening.label)
+        assert key not in self._streams, f"stream {key} is open already"
+        self._streams[key] = _Stream(
+            row,
+            opening,
+            list((opening.page_keys or ())[:full]) if is_shared else [],
+            page_items(opening.spans, self.page_size) if is_shared and opening.spans else {},
+        )
+        self._labels.setdefault(opening.request_id, []).append(opening.label)
+        return None
+
+    def close(self, request_id: str) -> None:
+        """Give back the pages of all streams of the request."""
+        for label in self._labels.pop(request_id, ()):
+            stream = self._streams.pop((request_id, label))
+            self.pool.release(self._table.give_row(stream.row))
+        self._rows = _Rows((), *_EMPTY)
+
+    # A step's life.
+
+    def admit(self, segments: tuple[Segment, ...], step: ResourceStep) -> Refusal | None:
+        """Take the pages that the new tokens need beyond those the streams hold."""
+        where = self._rows_of(segments)
+        table, rows = self._table, where.rows
+        ends = table.stored[rows] + where.spans
+        missing = -(-ends // self.page_size) - table.num_pages[rows]
+        growing = np.nonzero(missing > 0)[0]
+        self._grown = []
+        if not len(growing):
+            return None
+        needed = int(missing[growing].sum())
+        pages = self.pool.try_allocate(needed)
+        if pages is None:
+            return Refusal(
+                self.resource_key,
+                f"the step needs {needed} more KV pages; {self.pool.num_available} are available",
+            )
+        start = 0
+        for i in growing.tolist():
+            end = start + int(missing[i])
+            table.extend(int(rows[i]), pages[start:end])
+            self._grown.append((int(rows[i]), end - start))
+            start = end
+        return None
+
+    def rollback(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
+        """Give back the pages that the last ``admit`` took."""
+        for row, count in self._grown:
+            keep = int(self._table.num_pages[row]) - count
+            self.pool.release(self._table.cut(row, keep))
+        self._grown = []
+
+    def plan(
+        self, segments: tuple[Segment, ...], step: ResourceStep, plans: Mapping[str, Any]
+    ) -> KVPlan:
+        """Return where the step's tokens are written and what they read."""
+        where = self._rows_of(segments)
+        table, rows = self._table, where.rows
+        stored = table.stored[rows]
+        if where.is_decode:
+            owners, slots = rows, stored
+        else:
+            owners = np.repeat(rows, where.spans)
+            starts = np.repeat(stored - where.indptr[:-1], where.spans)
+            slots = np.arange(len(owners)) + starts
+        pages = table.lookup(owners, slots // self.page_size)
+        flat = pages.astype(np.int64) * self.page_size + slots % self.page_size
+        return KVPlan(
+            layout=self.layout,
+            keys=self.cache.keys,
+            values=self.cache.values,
+            qo_lens=where.spans.astype(np.int32),
+            qo_indptr=where.indptr,
+            kv_lens=(stored + where.spans).astype(np.int32),
+            page_table=table.gather(rows),
+            slots=torch.from_numpy(flat).to(self.layout.device, non_blocking=True),
+        )
+
+    def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
+        """Count the new tokens as stored and index the pages they filled."""
+        where = self._rows_of(segments)
+        stored = self._table.stored[where.rows] + where.spans
+        self._table.stored[where.rows] = stored
+        filled = np.nonzero(stored // self.page_size > self._num_indexed[where.rows])[0]
+        for i in filled.tolist():
+            segment = segments[i]
+            self._index_filled(self._streams[segment.request_id, segment.label])
+
+    def _index_filled(self, stream: _Stream) -> None:
+        """Index the stream's full pages; adopt the page of a key that is indexed already."""
+        row, keys = stream.row, stream.keys
+        pages = self._table.pages(row)
+        for page_index in range(
+            int(self._num_indexed[row]), int(self._table.stored[row]) // self.page_size
+        ):
+            if page_index == len(keys):
+                keys.append(self._page_key(stream.opening, keys, stream.items, page_index))
+            parent = int(pages[page_index - 1]) if page_index else None
+            if parent is not None and self.index.key(parent) != keys[page_index - 1]:
+                # A reset forgot the prefix while this stream ran: nothing can be built on it.
+                self._num_indexed[row] = _NEVER
+                return
+            own = int(pages[page_index])
+            first = self.index.get(keys[page_index])
+            if first is None:
+                self.index.add(keys[page_index], own, parent)
+                self.pool.keep(own)
+            elif first != own:
+                self.pool.retain([first])
+                self.pool.release([self._table.replace(row, page_index, first)])
+            self._num_indexed[row] = page_index + 1
+
+    def usage(self) -> tuple[int, int, int]:
+        """Return pages there are, pages held by streams, pages kept for reuse only."""
+        return self.pool.num_pages, self.pool.num_held, self.pool.num_retained
+
+    def reset(self) -> int:
+        """Forget every key; pages of running streams stay theirs but are not shared any more."""
+        count = self.index.clear()
+        self.pool.drop_kept()
+        for stream in self._streams.values():
+            self._num_indexed[stream.row] = _NEVER
+        return count
+
+    def check(self) -> None:
+        """Verify conservation of pages and agreement of pool, index and tables."""
+        self.pool.check()
+        self.index.check()
+        holders: dict[int, int] = {}
+        for name, stream in self._streams.items():
+            pages = self._table.pages(stream.row).tolist()
+            assert len(set(pages)) == len(pages), f"stream {name} holds a page twice"
+            stored = int(self._table.stored[stream.row])
+            assert stored <= len(pages) * self.page_size, (name, stored, len(pages))
+            for page in pages:
+                holders[page] = holders.get(page, 0) + 1
+            written = pages[stored // self.page_size :]
+            shared = [page for page in written if self.pool.ref_count(page) > 1]
+            assert not shared, f"stream {name} would write pages that others hold: {shared}"
+        for page, count in holders.items():
+            assert self.pool.ref_count(page) == count, (page, self.pool.ref_count(page), count)
+        assert len(holders) == self.pool.num_held, (len(holders), self.pool.num_held)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _rows_of(self, segments: tuple[Segment, ...]) -> _Rows:
+        if segments is self._rows.segments and segments:
+            return self._rows
+        rows = np.fromiter(
+            (self._streams[s.request_id, s.label].row for s in segments), np.int64, len(segments)
+        )
+        spans = np.fromiter((s.span for s in segments), np.int64, len(segments))
+        indptr = np.zeros(len(segments) + 1, np.int32)
+        np.cumsum(spans, out=indptr[1:])
+        self._rows = _Rows(segments, rows, spans, indptr, bool((spans == 1).all()))
+        return self._rows
+
+
+_NEVER = np.iinfo(np.int64).max
+"""In place of the number of indexed pages: this stream indexes none."""
+_EMPTY = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(1, np.int32), True)

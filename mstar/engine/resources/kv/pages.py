@@ -1,0 +1,181 @@
+"""PagePool: who holds each physical page, and which page goes next; knows no keys.
+
+Every page is in one of three states::
+
+    free      nobody holds it, nothing worth keeping      taken first, last freed first
+    held      ``ref_count`` holders
+    retained  nobody holds it, kept for reuse             taken when no free page is left,
+                                                          longest unused first
+
+Retained pages wait in a queue of whole releases, so that giving back ten thousand pages is one
+entry; entries that were taken up again are skipped when they come to the front.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+PageArray = npt.NDArray[np.int32]
+
+
+class PagePool:
+    """A fixed number of pages with reference counts.
+
+    Args:
+        num_pages: Pages to hand out; their ids are ``1 … num_pages``, since 0 is the sink.
+        on_evict: Called with a retained page's id just before the page is handed out anew.
+    """
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int], None]) -> None:
+        self.num_pages = num_pages
+        self._on_evict = on_evict
+        self._free: list[int] = list(range(num_pages, 0, -1))
+        self._ref_count = np.zeros(num_pages + 1, np.int32)
+        self._is_kept = np.zeros(num_pages + 1, np.bool_)
+        self._released_at = np.zeros(num_pages + 1, np.int64)
+        self._queue: deque[tuple[int, list[int]]] = deque()
+        self._clock = 0
+        self.num_retained = 0
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing worth keeping."""
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that ``try_allocate`` could hand out."""
+        return len(self._free) + self.num_retained
+
+    @property
+    def num_held(self) -> int:
+        """Pages with at least one holder."""
+        return self.num_pages - self.num_available
+
+    def ref_count(self, page: int) -> int:
+        """Return how many holders the page has."""
+        return int(self._ref_count[page])
+
+    def try_allocate(self, count: int) -> list[int] | None:
+        """Return ``count`` pages with one holder each, or ``None`` if there are not so many."""
+        if count > self.num_available:
+            return None
+        free = self._free
+        if count <= len(free):
+            cut = len(free) - count
+            pages = free[cut:]
+            del free[cut:]
+            pages.reverse()
+        else:
+            pages = free[::-1]
+            free.clear()
+            while len(pages) < count:
+                pages.append(self._evict())
+        if count == 1:
+            self._ref_count[pages[0]] = 1
+        elif count:
+            self._ref_count[pages] = 1
+        return pages
+
+    def retain(self, pages: Sequence[int] | PageArray) -> None:
+        """Add a holder to each of ``pages``, which are distinct and held or retained."""
+        if len(pages) == 0:
+            return
+        ids = np.asarray(pages, np.int64)
+        counts = self._ref_count[ids]
+        self.num_retained -= int(np.count_nonzero(counts == 0))
+        self._ref_count[ids] = counts + 1
+
+    def release(self, pages: Sequence[int] | PageArray) -> None:
+        """Take a holder from each of ``pages``, distinct and in the order of their stream.
+
+        Pages that nobody holds any more become free, or retained if they are kept; of one
+        release, the stream's last page is evicted first, so that no page outlives its prefix.
+        """
+        if len(pages) == 0:
+            return
+        ids = np.asarray(pages, np.int64)
+        counts = self._ref_count[ids] - 1
+        assert int(counts.min()) >= 0, f"released more often than held: {ids[counts < 0]}"
+        self._ref_count[ids] = counts
+        idle = ids[counts == 0][::-1]
+        if not len(idle):
+            return
+        kept = self._is_kept[idle]
+        if kept.all():
+            self._enqueue(idle)
+            return
+        self._free.extend(idle[~kept].tolist())
+        if kept.any():
+            self._enqueue(idle[kept])
+
+    def keep(self, page: int) -> None:
+        """Retain this held page once nobody holds it."""
+        self._is_kept[page] = True
+
+    def drop_kept(self) -> int:
+        """Keep nothing any more: retained pages become free. Returns how many did."""
+        dropped = np.nonzero(self._is_kept & (self._ref_count == 0))[0]
+        self._free.extend(dropped.tolist())
+        self._is_kept[:] = False
+        self._queue.clear()
+        self.num_retained = 0
+        return len(dropped)
+
+    def _enqueue(self, pages: npt.NDArray[np.int64]) -> None:
+        self._clock += 1
+        self._released_at[pages] = self._clock
+        self._queue.append((self._clock, pages[::-1].tolist()))
+        self.num_retained += len(pages)
+        if len(self._queue) > 2 * self.num_pages:
+            self._compact()
+
+    def _is_current(self, page: int, clock: int) -> bool:
+        return (
+            self._released_at[page] == clock
+            and self._ref_count[page] == 0
+            and bool(self._is_kept[page])
+        )
+
+    def _compact(self) -> None:
+        """Drop entries of the queue that were taken up again, so that it stays bounded."""
+        old, self._queue = self._queue, deque()
+        for clock, pages in old:
+            current = [page for page in pages if self._is_current(page, clock)]
+            if current:
+                self._queue.append((clock, current))
+
+    def _evict(self) -> int:
+        while True:
+            clock, pages = self._queue[0]
+            while pages:
+                page = pages.pop()
+                if self._is_current(page, clock):
+                    self.num_retained -= 1
+                    self.num_evictions += 1
+                    self._on_evict(page)
+                    self._is_kept[page] = False
+                    return page
+            self._queue.popleft()
+
+    def check(self) -> None:
+        """Verify that every page is in exactly one state and the counts agree."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is on the free list twice"
+        assert 0 not in free, "the sink page was freed"
+        assert self._ref_count[0] == 0, f"the sink page has {self._ref_count[0]} holders"
+        retained: set[int] = set()
+        for clock, pages in self._queue:
+            for page in pages:
+                if self._is_current(page, clock):
+                    assert page not in retained, f"page {page} is retained twice"
+                    retained.add(page)
+        assert len(retained) == self.num_retained, (len(retained), self.num_retained)
+        held = set(np.nonzero(self._ref_count)[0].tolist())
+        assert not free & held, f"free and held: {free & held}"
+        assert not free & retained, f"free and retained: {free & retained}"
+        total = len(free) + len(held) + len(retained)
+        assert total == self.num_pages, (len(free), len(held), len(retained), self.num_pages)

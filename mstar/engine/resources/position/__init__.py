@@ -1,0 +1,1 @@
+"""Position ids and rotary embedding of every stream."""

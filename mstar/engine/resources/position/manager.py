@@ -1,0 +1,323 @@
+"""PositionManager: the counter of every stream, and the positions of each step."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
+from mstar.engine.resources.position.config import (
+    PositionConfig,
+    PositionSpec,
+    PositionStep,
+    PosScheme,
+    RopeParams,
+)
+from mstar.engine.resources.position.indices import Ints, Runs, make_runs, replace_ids
+from mstar.engine.resources.position.rope import CosSinTable, Rotation
+from mstar.engine.resources.step import ResourceStep, Segment
+from mstar.errors import ConfigError, ContextLengthError, RequestError
+
+_FIRST_ROWS = 4096
+"""Rows a table begins with; it grows as longer requests come."""
+
+
+class PositionPlan:
+    """The positions of one step's ``T`` new slots, in the step's order.
+
+    Args:
+        ids: int64 ``[T]`` on the deployment's device.
+        rotations: Each distinct parameter set's angles.
+        layers: The rotation of each layer by its place in ``rotations``; ``None``: all the first.
+    """
+
+    __slots__ = ("_layers", "_only", "_rotations", "ids")
+
+    def __init__(
+        self, ids: Tensor, rotations: tuple[Rotation, ...], layers: tuple[int | None, ...] | None
+    ) -> None:
+        self.ids = ids
+        self._rotations = rotations
+        self._layers = layers
+        self._only = rotations[0] if layers is None and rotations else None
+
+    def rotation(self, layer: int) -> Rotation | None:
+        """Return what rotates the heads of ``layer``; ``None``: the layer does not rotate.
+
+        Raises:
+            ConfigError: If neither ``rotary_dim`` nor ``head_dim`` was declared.
+        """
+        if self._only is not None:
+            return self._only
+        index = 0 if self._layers is None else self._layers[layer]
+        if index is None:
+            return None
+        if not self._rotations:
+            raise ConfigError(
+                "nothing can rotate: PositionConfig has neither rotary_dim nor head_dim"
+            )
+        return self._rotations[index]
+
+    def rotate(self, q: Tensor, k: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return q and k of one layer, rotated, in their own dtypes; the inputs stay.
+
+        Args:
+            q: ``[T, num_qo_heads, head_dim]``; a view of a larger tensor will do.
+            k: ``[T, num_kv_heads, head_dim]``, likewise.
+            layer: Index of the layer.
+        """
+        rotation = self._only or self.rotation(layer)
+        if rotation is None:
+            return q, k
+        return rotation(q), rotation(k)
+
+    def rotate_merged(self, qk: Tensor, layer: int) -> Tensor:
+        """Return the heads of q and k together, rotated; half the launches of ``rotate``.
+
+        Args:
+            qk: ``[T, num_qo_heads + num_kv_heads, head_dim]``, q's heads before k's.
+            layer: Index of the layer.
+        """
+        rotation = self._only or self.rotation(layer)
+        return qk if rotation is None else rotation(qk)
+
+
+class PositionManager(Resource):
+    """Owner of one counter for each stream: the next position to use.
+
+    A counter is not a stored length: blocks and explicit ids make the two differ.
+
+    Args:
+        resource_key: Its key among the model's resources.
+        config: Position rule and rotation.
+        deployment: Bound of the ids, number of streams to expect, and device.
+
+    Raises:
+        ConfigError: If neither the config nor the deployment bounds the ids.
+    """
+
+    def __init__(self, resource_key: str, config: PositionConfig, deployment: Deployment) -> None:
+        self.resource_key = resource_key
+        self.config = config
+        self._device = torch.device(deployment.device)
+        self._limit = config.max_position or deployment.max_model_len
+        if self._limit < 1:
+            raise ConfigError(
+                f"positions of {resource_key!r} have no bound; give max_position or max_model_len"
+            )
+        self._counters = np.zeros(deployment.max_num_seqs, np.int64)
+        self._free = list(range(deployment.max_num_seqs - 1, -1, -1))
+        self._row_of: dict[tuple[str, str], int] = {}
+        self._labels: dict[str, list[str]] = {}
+        self._runs: Runs | None = None
+        distinct = config.distinct()
+        self._layers = self._layers_of(config, distinct)
+        self._tables: tuple[CosSinTable, ...] = ()
+        if config.rotated_dim is not None:
+            is_double = config.rope_dtype == torch.float64
+            self._tables = tuple(
+                CosSinTable(
+                    config.rotated_dim,
+                    params,
+                    num_rows=min(self._limit, _FIRST_ROWS),
+                    limit=self._limit,
+                    dtype=torch.float64 if is_double else torch.float32,
+                    device=self._device,
+                )
+                for params in distinct
+            )
+
+    @staticmethod
+    def _layers_of(
+        config: PositionConfig, distinct: tuple[RopeParams, ...]
+    ) -> tuple[int | None, ...] | None:
+        if config.layer_rope is None:
+            return None
+        return tuple(None if rope is None else distinct.index(rope) for rope in config.layer_rope)
+
+    @classmethod
+    def build(
+        cls, spec: PositionSpec, deployment: Deployment, resources: Mapping[str, Resource]
+    ) -> Self:
+        """Return a manager without streams."""
+        return cls(spec.resource_key, spec.config, deployment)
+
+    # A request's life.
+
+    def match(self, opening: Opening) -> int | None:
+        """Return how many leading slots may be reused without losing count.
+
+        Stored slots tell the counter only where each slot moved it by one: not under ``BLOCK``,
+        and not behind an item, whose slots a step may number as it likes.
+        """
+        if self.config.scheme is PosScheme.BLOCK:
+            return 0
+        leading = 0
+        for length, digest in opening.spans:
+            if digest is not None:
+                return leading
+            leading += length
+        return None
+
+    def open(self, opening: Opening, num_reused: int) -> Refusal | None:
+        """Begin a stream whose next position is ``num_reused``.
+
+        Raises:
+            ConfigError: If slots are reused although ``match`` refused them.
+        """
+        reusable = self.match(opening)
+        if reusable is not None and num_reused > reusable:
+            raise ConfigError(
+                f"{num_reused} slots of request {opening.request_id!r} are reused; positions of "
+                f"scheme {self.config.scheme.value!r} allow {reusable} here"
+            )
+        self._add(opening.request_id, opening.label, num_reused)
+        return None
+
+    def _add(self, request_id: str, label: str, counter: int) -> None:
+        key = (request_id, label)
+        assert key not in self._row_of, f"stream {key} is open already"
+        if not self._free:
+            size = len(self._counters)
+            self._counters = np.concatenate((self._counters, np.zeros(size, np.int64)))
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        row = self._free.pop()
+        self._row_of[key] = row
+        self._labels.setdefault(request_id, []).append(label)
+        self._counters[row] = counter
+
+    def fork(
+        self,
+        request_id: str,
+        label: str,
+        target_label: str,
+        target_request_id: str | None = None,
+    ) -> None:
+        """Give another stream this one's counter; opens it if it is not open.
+
+        Args:
+            request_id: The request forked from.
+            label: Its stream.
+            target_label: The stream that takes the counter.
+            target_request_id: Its request; ``None``: the same.
+
+        Raises:
+            KeyError: If the source stream is not open.
+        """
+        counter = self.counter(request_id, label)
+        target = request_id if target_request_id is None else target_request_id
+        if (target, target_label) in self._row_of:
+            self.set_counter(target, target_label, counter)
+        else:
+            self._add(target, target_label, counter)
+
+    def counter(self, request_id: str, label: str = "main") -> int:
+        """Return the next position of a stream."""
+        return int(self._counters[self._row_of[request_id, label]])
+
+    def set_counter(self, request_id: str, label: str, counter: int) -> None:
+        """Move a stream to a position, also backwards: it was moved here or rolled back."""
+        if counter < 0:
+            raise ConfigError(f"a counter cannot be {counter}; positions begin at 0")
+        self._counters[self._row_of[request_id, label]] = counter
+
+    def close(self, request_id: str) -> None:
+        """Forget the counters of all streams of the request."""
+        for label in self._labels.pop(request_id, ()):
+            self._free.append(self._row_of.pop((request_id, label)))
+        self._runs = None
+
+    # A step's life.
+
+    def plan(
+        self, segments: tuple[Segment, ...], step: ResourceStep, plans: Mapping[str, Any]
+    ) -> PositionPlan:
+        """Return the step's ids and angles; the same again until a commit.
+
+        Raises:
+            ConfigError: If ``pos_ids`` or ``advance`` does not fit the segments.
+            ContextLengthError: If an id is not below the limit; names the request.
+            RequestError: If an id is negative, or a counter would become so.
+            UnsupportedError: If ``pos_ids`` has several axes.
+        """
+        runs = self._runs_of(segments)
+        advance = _advance_of(step, segments)
+        starts = runs.starts(self._counters, advance)
+        if advance is not None:
+            self._check_advance(runs, starts, advance)
+        ids = runs.ids(starts)
+        if isinstance(step, PositionStep) and step.pos_ids is not None:
+            ids = replace_ids(ids, runs, step)
+        end = self._check_ids(ids, runs)
+        on_device = torch.from_numpy(ids).to(self._device)
+        rotations = []
+        for table in self._tables:
+            table.reserve(end)
+            rotations.append(
+                Rotation(
+                    table.rows.index_select(0, on_device),
+                    interleave=self.config.interleave,
+                    dtype=self.config.rope_dtype,
+                )
+            )
+        return PositionPlan(on_device, tuple(rotations), self._layers)
+
+    def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
+        """Move the counters behind the step."""
+        runs = self._runs_of(segments)
+        advance = _advance_of(step, segments)
+        moves = runs.moves if advance is None else np.asarray(advance, np.int64)
+        if runs.twins:
+            np.add.at(self._counters, runs.rows, moves)
+        else:
+            self._counters[runs.rows] += moves
+
+    def check(self) -> None:
+        """Verify that rows are owned once and that no counter is negative."""
+        rows = sorted([*self._free, *self._row_of.values()])
+        assert rows == list(range(len(self._counters))), (rows, len(self._counters))
+        named = {(request, label) for request, labels in self._labels.items() for label in labels}
+        assert named == set(self._row_of), (named, set(self._row_of))
+        for key, row in self._row_of.items():
+            assert self._counters[row] >= 0, (key, int(self._counters[row]))
+
+    def _runs_of(self, segments: tuple[Segment, ...]) -> Runs:
+        if self._runs is None or self._runs.segments is not segments:
+            self._runs = make_runs(segments, self._row_of, self.config)
+        return self._runs
+
+    def _check_advance(self, runs: Runs, starts: Ints, advance: tuple[int, ...]) -> None:
+        for segment, start, move in zip(runs.segments, starts.tolist(), advance, strict=True):
+            if start + move < 0:
+                raise RequestError(
+                    f"advance moves the counter of request {segment.request_id!r}, label "
+                    f"{segment.label!r}, from {start} by {move}; positions begin at 0"
+                )
+
+    def _check_ids(self, ids: Ints, runs: Runs) -> int:
+        """Return one more than the largest id; no table is read beyond what this allows."""
+        if not len(ids):
+            return 0
+        largest = int(ids.max())
+        if largest < self._limit and int(ids.min()) >= 0:
+            return largest + 1
+        bad = int(np.nonzero((ids < 0) | (ids >= self._limit))[0][0])
+        segment = runs.segments[bad if runs.owners is None else int(runs.owners[bad])]
+        where = f"request {segment.request_id!r}, label {segment.label!r}"
+        if ids[bad] < 0:
+            raise RequestError(f"position {ids[bad]} of {where} is negative; positions begin at 0")
+        raise ContextLengthError(
+            f"position {ids[bad]} of {where} is not below {self._limit}; "
+            "shorten the request or raise max_position"
+        )
+
+
+def _advance_of(step: ResourceStep, segments: tuple[Segment, ...]) -> tuple[int, ...] | None:
+    advance = step.advance if isinstance(step, PositionStep) else None
+    if advance is not None and len(advance) != len(segments):
+        raise ConfigError(
+            f"advance has {len(advance)} entries; the step has {len(segments)} segments"
+        )
+    return advance

@@ -1,0 +1,1 @@
+"""From logits to token ids: rules, seeds and log-probabilities."""

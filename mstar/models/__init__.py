@@ -1,0 +1,68 @@
+"""Model families, found by a checkpoint's architecture and imported on first use."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+
+from mstar.engine.model import Model
+from mstar.errors import ConfigError, UnsupportedError
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "mstar.models.decoder",
+    "MistralForCausalLM": "mstar.models.decoder",
+    "Qwen2ForCausalLM": "mstar.models.decoder",
+    "Qwen3ForCausalLM": "mstar.models.decoder",
+    "Gemma3ForCausalLM": "mstar.models.decoder",
+}
+"""Architecture to the module whose ``load`` builds it."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Model, str]:
+    """Load a model and return it with the name of the dtype it is in.
+
+    Args:
+        name: A folder, a GGUF file, a built-in name or a Hugging Face id.
+        dtype: One of ``DTYPES``; ``auto`` is the checkpoint's own, bfloat16 for packed weights.
+        device: Name of a torch device.
+        progress: Called with layers loaded and layers in all.
+
+    Raises:
+        ConfigError: If there is no such dtype.
+        ModelNotFoundError: If the name leads nowhere.
+        WeightsError: If the checkpoint is broken.
+        UnsupportedError: If the architecture is not built; names the nearest that is.
+    """
+    import torch  # noqa: PLC0415 - naming architectures must not load torch
+
+    from mstar.models.checkpoint import open_checkpoint  # noqa: PLC0415
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    checkpoint = open_checkpoint(name)
+    architecture = checkpoint.architecture
+    module = ARCHITECTURES.get(architecture)
+    if module is None:
+        nearest = difflib.get_close_matches(architecture, ARCHITECTURES, 1, 0.0)
+        raise UnsupportedError(
+            f"{name}: architecture {architecture!r} is not built; the nearest that is: "
+            f"{nearest[0]} (all: {', '.join(ARCHITECTURES)})"
+        )
+    if dtype == "auto":
+        own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+        dtype = own if own in DTYPES else "bfloat16"
+    model: Model = importlib.import_module(module).load(
+        checkpoint,
+        name=name,
+        dtype=getattr(torch, dtype),
+        device=torch.device(device),
+        progress=progress,
+    )
+    return model, dtype

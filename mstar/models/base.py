@@ -1,0 +1,33 @@
+"""What generating text asks of a model: one walk for the prompt, one for the answer."""
+
+from mstar.engine.graph import Cursor, Graph, Loop, Run
+from mstar.engine.model import Model
+from mstar.engine.request import Request
+
+
+def text_graph(node: str) -> Graph:
+    """Return the graph of a model that is one node and generates text."""
+    return Graph(
+        nodes=(node,),
+        walks=(("prefill", Run(node)), ("decode", Loop(Run(node), until="finished"))),
+        predicates=("finished",),
+    )
+
+
+class TextModel(Model):
+    """A model that computes the prompt, then one token after the other."""
+
+    def first_walk(self, request_id: str) -> Cursor:
+        """Return the walk over the prompt."""
+        return self.graph.cursor("prefill")
+
+    def next_walk(self, request: Request) -> Cursor | None:
+        """Return the walk that generates, unless the first token ended the request."""
+        if request.cursor.name == "prefill" and request.finish_reason is None:
+            return self.graph.cursor("decode")
+        return None
+
+    def holds(self, predicate: str, request: Request) -> bool:
+        """Tell whether the request has its last token."""
+        assert predicate == "finished", predicate
+        return request.finish_reason is not None

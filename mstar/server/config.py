@@ -1,0 +1,85 @@
+"""The settings of a server, as the command line gives them."""
+
+from dataclasses import dataclass, field
+
+from mstar.errors import ConfigError
+
+MAX_BODY_NBYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What the engine process is started with; ``None`` leaves the choice to the engine."""
+
+    model: str
+    """Folder, file or known name of the checkpoint."""
+    dtype: str | None = None
+    """Name of a torch dtype, or ``None`` for the model's own."""
+    device: str = "cpu"
+    max_model_len: int | None = None
+    """Prompt and output of one request together, in tokens."""
+    page_size: int | None = None
+    """Slots of one KV page, in tokens."""
+    num_pages: int | None = None
+    """KV pages; wins over ``kv_cache_bytes``."""
+    kv_cache_bytes: int | None = None
+    """Memory of the KV pool, in bytes."""
+    max_num_seqs: int | None = None
+    """Requests that run at once, at most."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one step, at most."""
+    enable_prefix_caching: bool = True
+    attention_backend: str | None = None
+    seed: int | None = None
+    """Seed of everything random that has no seed of its own."""
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What a whole server is started with.
+
+    Raises:
+        ConfigError: If a number is out of its range.
+    """
+
+    engine: EngineOptions
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    served_names: tuple[str, ...] = ()
+    """Names that requests may use; the first is the one in answers. Empty: the model's own."""
+    api_key: str | None = field(default=None, repr=False)
+    """Demanded as a bearer token on every route but ``/health`` and ``/ready``."""
+    num_workers: int = 1
+    """Preprocess worker processes."""
+    max_num_queued_reqs: int | None = None
+    """Requests without a first token beyond which new ones get 429; ``None``: no limit."""
+    shutdown_timeout: float = 30.0
+    """Time for running requests to finish after SIGTERM, in seconds."""
+    stall_timeout: float = 60.0
+    """Silence of the engine after which ``/ready`` says 503, in seconds."""
+    keep_alive: float = 15.0
+    """Silence of a stream after which a comment is sent, in seconds."""
+    trust_chat_template_kwargs: bool = False
+    """Requests may set variables of the chat template."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must lie between 0 and 65535")
+        for name, low in (("num_workers", 1), ("max_num_queued_reqs", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} is {value}; it must be at least {low}")
+        for name in ("shutdown_timeout", "stall_timeout", "keep_alive"):
+            value = getattr(self, name)
+            if not 0 <= value <= 86_400:
+                raise ConfigError(f"{name} is {value}; it must lie between 0 and 86400 seconds")
+        if self.api_key == "":
+            raise ConfigError("the API key is empty; leave it out to serve without one")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may use, never empty."""
+        return self.served_names or (self.engine.model,)

@@ -1,0 +1,213 @@
+"""The engine process: loads a model, then runs steps and answers messages until told to end."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from mstar.engine.engine import EngineCore
+from mstar.engine.output import EngineStats, ErrorInfo
+from mstar.engine.request import PreparedRequest
+from mstar.engine.resources.base import Deployment
+from mstar.errors import MstarError, RequestError
+from mstar.models import load_model
+from mstar.server.child import become_child
+from mstar.server.config import EngineOptions
+from mstar.server.logs import configure_logging
+from mstar.transport.channel import ChildChannel
+from mstar.transport.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineFacts,
+    EngineReady,
+    LoadFailed,
+    LoadProgress,
+    Ping,
+    Pong,
+    Shutdown,
+    StepDone,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+_STATS_SECONDS = 0.5
+
+
+def deployment_of(options: EngineOptions, dtype: str) -> Deployment:
+    """Return the deployment that ``options`` ask for; what they leave open keeps its default."""
+    given = {
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_model_len": options.max_model_len,
+        "page_size": options.page_size,
+        "kv_cache_bytes": options.kv_cache_bytes,
+        "num_pages": options.num_pages,
+        "attention_backend": options.attention_backend,
+    }
+    return Deployment(
+        device=options.device,
+        dtype=dtype,
+        enable_prefix_caching=options.enable_prefix_caching,
+        **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+    )
+
+
+def load_engine(options: EngineOptions, progress: Callable[[str, float], None]) -> EngineCore:
+    """Return an engine with its model loaded.
+
+    Args:
+        options: What to load, and with which numbers.
+        progress: Told the stage and how much of it is done, between 0 and 1.
+
+    Raises:
+        MstarError: If the model or a number is wrong.
+    """
+    progress(f"opening {options.model}", 0.0)
+
+    def layers(done: int, total: int) -> None:
+        progress("reading weights", done / max(total, 1))
+
+    model, dtype = load_model(
+        options.model, dtype=options.dtype or "auto", device=options.device, progress=layers
+    )
+    progress("building the KV cache", 1.0)
+    return EngineCore(model, deployment_of(options, dtype))
+
+
+class EngineLoop:
+    """Turns messages into engine calls and steps into messages.
+
+    Args:
+        engine: A loaded engine.
+        channel: To the API process.
+    """
+
+    def __init__(self, engine: EngineCore, channel: "ChildChannel[ToEngine]") -> None:
+        self._engine = engine
+        self._channel = channel
+        self._decoder = msgspec.msgpack.Decoder(PreparedRequest)
+        self._accepted: list[str] = []
+        self._rejected: list[tuple[str, ErrorInfo]] = []
+        self._sent_stats: EngineStats | None = None
+        self._stats_time = 0.0
+        self._is_ending = False
+
+    def run(self) -> None:
+        """Serve until told to end."""
+        engine, channel = self._engine, self._channel
+        while not self._is_ending:
+            if not engine.has_work:
+                message = channel.receive(timeout=None)
+                if message is not None:
+                    self._handle(message)
+            for message in channel.drain():
+                self._handle(message)
+            outputs = engine.step() if engine.has_work else []
+            stats = self._new_stats()
+            if outputs or stats or self._accepted or self._rejected:
+                channel.send(
+                    StepDone(
+                        accepted=self._accepted,
+                        rejected=self._rejected,
+                        outputs=outputs,
+                        stats=stats,
+                    )
+                )
+                self._accepted, self._rejected = [], []
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequests():
+                for blob in message.requests:
+                    self._add(self._decoder.decode(blob))
+            case AbortRequests():
+                for request_id in message.request_ids:
+                    self._engine.abort(request_id)
+            case Ping():
+                self._channel.send(Pong())
+            case Shutdown():
+                self._is_ending = True
+
+    def _add(self, prepared: PreparedRequest) -> None:
+        try:
+            self._engine.add_request(prepared)
+        except RequestError as error:
+            info = ErrorInfo(error.message, error.code, error.param)
+            self._rejected.append((prepared.request_id, info))
+        else:
+            self._accepted.append(prepared.request_id)
+
+    def _new_stats(self) -> EngineStats | None:
+        """Return the stats when they are due: now and then at work, at once when it ends."""
+        now = time.monotonic()
+        if self._engine.has_work and now - self._stats_time < _STATS_SECONDS:
+            return None
+        stats = self._engine.stats()
+        if stats == self._sent_stats:
+            return None
+        self._sent_stats, self._stats_time = stats, now
+        return stats
+
+
+def facts_of(engine: EngineCore, load_seconds: float) -> EngineFacts:
+    """Return what the other processes must know of ``engine``."""
+    deployment = engine.deployment
+    assert deployment.num_pages is not None
+    assert deployment.max_model_len is not None
+    return EngineFacts(
+        deployment_root=engine.root,
+        root_constants=engine.root_constants,
+        page_size=deployment.page_size,
+        num_pages=deployment.num_pages,
+        max_model_len=deployment.max_model_len,
+        vocab_size=engine.model.vocab_size,
+        max_num_seqs=deployment.max_num_seqs,
+        max_num_batched_tokens=deployment.max_num_batched_tokens,
+        dtype=deployment.dtype,
+        device=deployment.device,
+        model_name=engine.model.name,
+        load_seconds=load_seconds,
+    )
+
+
+def main() -> None:
+    """Run as the child that the standard input describes."""
+    started = time.monotonic()
+    endpoint, options = become_child(EngineOptions)
+    configure_logging(options.log_level)
+    channel: ChildChannel[ToEngine] = ChildChannel(endpoint, ToEngine)  # type: ignore[arg-type]
+    shown = 0.0
+
+    def progress(stage: str, fraction: float) -> None:
+        nonlocal shown
+        # A line a layer would bury the log; a few a second are enough for a person.
+        if fraction in (0.0, 1.0) or time.monotonic() - shown > 1.0:
+            shown = time.monotonic()
+            channel.send(LoadProgress(stage=stage, fraction=fraction))
+
+    try:
+        if options.seed is not None:
+            seed_everything(options.seed)
+        engine = load_engine(options, progress)
+    except MstarError as error:
+        channel.send(LoadFailed(error=str(error), is_users_error=True))
+    except (MemoryError, OSError, RuntimeError) as error:
+        logger.exception("loading failed")
+        channel.send(LoadFailed(error=f"{type(error).__name__}: {error}", is_users_error=False))
+    else:
+        channel.send(EngineReady(facts=facts_of(engine, time.monotonic() - started)))
+        EngineLoop(engine, channel).run()
+    channel.close()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generator that requests without a seed of their own draw from."""
+    import torch  # noqa: PLC0415 - everything else here goes without naming torch
+
+    torch.manual_seed(seed)
+
+
+if __name__ == "__main__":
+    main()

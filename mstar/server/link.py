@@ -1,0 +1,179 @@
+"""The engine process as the API process sees it: started, watched, and started again."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import zmq.asyncio
+
+from mstar.server.backoff import Backoff
+from mstar.server.child import Child
+from mstar.server.config import EngineOptions
+from mstar.transport.messages import (
+    EngineFacts,
+    EngineReady,
+    FromEngine,
+    LoadFailed,
+    LoadProgress,
+    Message,
+    Ping,
+    StepDone,
+)
+
+logger = logging.getLogger(__name__)
+
+_PING_SECONDS = 1.0
+_MAX_FIRST_DEATHS = 3
+
+
+class EngineState(Enum):
+    """Where the engine process stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DEAD = "dead"
+    """It ended, and is about to be started again."""
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineListener:
+    """Who is told what about the engine."""
+
+    on_ready: Callable[[EngineFacts], None]
+    on_step: Callable[[StepDone], None]
+    on_death: Callable[[str], None]
+    """With the reason, in words for users."""
+    on_fatal: Callable[[str, bool], None]
+    """It cannot start: the reason, and whether the user must change something."""
+
+
+class EngineLink:
+    """Keeps one engine process running.
+
+    Args:
+        options: What the engine is started with.
+        stall_timeout: Silence after which the engine counts as stuck, in seconds.
+        context: The process's ZeroMQ context.
+        folder: Where socket files go.
+        listener: Who is told.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        stall_timeout: float,
+        *,
+        context: zmq.asyncio.Context,
+        folder: Path,
+        listener: EngineListener,
+    ) -> None:
+        self._options = options
+        self._stall_timeout = stall_timeout
+        self._context = context
+        self._folder = folder
+        self._listener = listener
+        self._child: Child[FromEngine] | None = None
+        self._backoff = Backoff()
+        self._failure: LoadFailed | None = None
+        self._last_heard = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._pinger: asyncio.TimerHandle | None = None
+        self.state = EngineState.LOADING
+        self.facts: EngineFacts | None = None
+        self.progress = LoadProgress(stage="starting", fraction=0.0)
+        self.num_starts = 0
+
+    def start(self) -> None:
+        """Start the engine process."""
+        self.state = EngineState.LOADING
+        self.progress = LoadProgress(stage="starting", fraction=0.0)
+        self._failure = None
+        self.num_starts += 1
+        self._last_heard = time.monotonic()
+        self._child = Child(
+            "mstar.server.engine_process",
+            self._options,
+            FromEngine,  # type: ignore[arg-type]
+            context=self._context,
+            folder=self._folder,
+            on_message=self._receive,
+            on_exit=self._bury,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - self._last_heard
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a ready engine has been silent for too long."""
+        return self.state is EngineState.READY and self.silence > self._stall_timeout
+
+    def try_send(self, message: Message) -> bool:
+        """Queue ``message``; ``False`` unless the engine is ready."""
+        if self.state is not EngineState.READY or self._child is None:
+            return False
+        return self._child.try_send(message)
+
+    async def stop(self, grace: float) -> None:
+        """End the engine process."""
+        self.state = EngineState.STOPPED
+        for timer in (self._timer, self._pinger):
+            if timer is not None:
+                timer.cancel()
+        if self._child is not None:
+            await self._child.stop(grace)
+            self._child = None
+
+    def _receive(self, message: FromEngine) -> None:
+        self._last_heard = time.monotonic()
+        match message:
+            case StepDone():
+                self._listener.on_step(message)
+            case LoadProgress():
+                self.progress = message
+                logger.info("loading: %s (%.0f%%)", message.stage, 100 * message.fraction)
+            case EngineReady():
+                self.facts = message.facts
+                self.state = EngineState.READY
+                self._backoff.born()
+                self._ping()
+                self._listener.on_ready(message.facts)
+            case LoadFailed():
+                self._failure = message
+
+    def _ping(self) -> None:
+        if self.state is EngineState.READY and self._child is not None:
+            self._child.try_send(Ping())
+            loop = asyncio.get_running_loop()
+            self._pinger = loop.call_later(_PING_SECONDS, self._ping)
+
+    def _bury(self, status: int) -> None:
+        failure = self._failure
+        pid, self._child = self.pid, None
+        self.state = EngineState.DEAD
+        if self._pinger is not None:
+            self._pinger.cancel()
+        delay = self._backoff.next_delay()
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        reason = f"the engine process ended ({how})" if failure is None else failure.error
+        logger.error("engine %s: %s; it is started again in %.1f s", pid, reason, delay)
+        self._listener.on_death(reason)
+        if self.facts is None and (
+            failure is not None or self._backoff.num_deaths >= _MAX_FIRST_DEATHS
+        ):
+            self.state = EngineState.STOPPED
+            self._listener.on_fatal(reason, failure is not None and failure.is_users_error)
+            return
+        self._timer = asyncio.get_running_loop().call_later(delay, self.start)

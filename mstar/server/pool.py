@@ -1,0 +1,222 @@
+"""The preprocess workers: jobs in, prepared requests out, and a new worker for a dead one."""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq.asyncio
+
+from mstar.server.backoff import Backoff
+from mstar.server.child import Child
+from mstar.server.failures import ApiError
+from mstar.server.worker import WorkerSettings
+from mstar.transport.messages import (
+    Configure,
+    EngineFacts,
+    FromWorker,
+    LoadFailed,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    Route,
+    WorkerReady,
+)
+
+logger = logging.getLogger(__name__)
+
+# One job in hand and one waiting behind it: the worker never idles between two jobs, and little
+# has to be sent again when it dies.
+_MAX_JOBS_PER_WORKER = 2
+_MAX_ATTEMPTS = 2
+
+
+@dataclass(eq=False)
+class _Job:
+    message: Prepare
+    answer: "asyncio.Future[Prepared]"
+    num_deaths: int = 0
+    """Workers that died with this job in hand."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    child: "Child[FromWorker]"
+    jobs: deque[_Job] = field(default_factory=deque)
+    """Sent and not answered; the worker takes them in this order."""
+    is_loaded: bool = False
+    is_configured: bool = False
+
+
+class WorkerPool:
+    """A fixed number of workers.
+
+    Args:
+        settings: What each worker is started with.
+        size: Number of workers.
+        context: The process's ZeroMQ context.
+        folder: Where socket files go.
+        on_change: Called when a worker becomes ready or dies.
+        on_fatal: Called with the reason when workers cannot start.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        size: int,
+        *,
+        context: zmq.asyncio.Context,
+        folder: Path,
+        on_change: Callable[[], None],
+        on_fatal: Callable[[str, bool], None],
+    ) -> None:
+        self._settings = settings
+        self._size = size
+        self._context = context
+        self._folder = folder
+        self._on_change = on_change
+        self._on_fatal = on_fatal
+        self._facts: EngineFacts | None = None
+        self._workers: list[_Worker] = []
+        self._backoff = Backoff(longest=10.0, healthy=10.0)
+        self._queue: deque[_Job] = deque()
+        self._job_ids = itertools.count()
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._was_ready = False
+        self._failure: LoadFailed | None = None
+
+    def start(self) -> None:
+        """Start the workers."""
+        for _ in range(self._size):
+            self._spawn()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker takes jobs."""
+        return any(worker.is_configured for worker in self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.child.pid for worker in self._workers]
+
+    def configure(self, facts: EngineFacts) -> None:
+        """Tell the workers, those to come included, what engine they prepare for."""
+        self._facts = facts
+        for worker in self._workers:
+            self._configure(worker)
+        self._dispatch()
+
+    async def prepare(self, request_id: str, route: Route, body: bytes) -> Prepared:
+        """Return the requests that ``body`` asks for.
+
+        Raises:
+            ApiError: If the body is wrong, or workers die over it.
+        """
+        message = Prepare(
+            job_id=next(self._job_ids), request_id=request_id, route=route, body=body
+        )
+        job = _Job(message, asyncio.get_running_loop().create_future())
+        self._queue.append(job)
+        self._dispatch()
+        try:
+            return await job.answer
+        finally:
+            # Given up by the client before a worker had it: nobody has to do it.
+            if job in self._queue:
+                self._queue.remove(job)
+
+    async def stop(self, grace: float) -> None:
+        """End all workers."""
+        for timer in self._timers:
+            timer.cancel()
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.child.stop(grace) for worker in workers))
+
+    def _spawn(self) -> None:
+        worker: _Worker
+        child: Child[FromWorker] = Child(
+            "mstar.server.worker",
+            self._settings,
+            FromWorker,  # type: ignore[arg-type]
+            context=self._context,
+            folder=self._folder,
+            on_message=lambda message: self._receive(worker, message),
+            on_exit=lambda status: self._bury(worker, status),
+        )
+        worker = _Worker(child)
+        self._workers.append(worker)
+
+    def _receive(self, worker: _Worker, message: FromWorker) -> None:
+        match message:
+            case WorkerReady():
+                worker.is_loaded = True
+                self._was_ready = True
+                self._backoff.born()
+                self._configure(worker)
+            case LoadFailed():
+                self._failure = message
+            case Prepared() | PrepareFailed():
+                job = worker.jobs.popleft()
+                assert job.message.job_id == message.job_id, (job.message.job_id, message.job_id)
+                if not job.answer.done():
+                    if isinstance(message, Prepared):
+                        job.answer.set_result(message)
+                    else:
+                        job.answer.set_exception(ApiError.of(message.status, message.error))
+        self._dispatch()
+
+    def _configure(self, worker: _Worker) -> None:
+        if worker.is_loaded and self._facts is not None:
+            worker.is_configured = worker.child.try_send(Configure(facts=self._facts))
+            self._on_change()
+
+    def _dispatch(self) -> None:
+        while self._queue:
+            ready = [w for w in self._workers if w.is_configured]
+            worker = min(ready, key=lambda w: len(w.jobs), default=None)
+            if worker is None or len(worker.jobs) >= _MAX_JOBS_PER_WORKER:
+                return
+            job = self._queue.popleft()
+            if job.answer.done():
+                continue
+            if not worker.child.try_send(job.message):
+                # It has just died; `_bury` follows and dispatches again.
+                self._queue.appendleft(job)
+                worker.is_configured = False
+                return
+            worker.jobs.append(job)
+
+    def _bury(self, worker: _Worker, status: int) -> None:
+        self._workers.remove(worker)
+        if worker.jobs:
+            self._blame(worker.jobs[0])
+        for job in reversed(worker.jobs):
+            if not job.answer.done():
+                self._queue.appendleft(job)
+        delay = self._backoff.next_delay()
+        logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
+        self._on_change()
+        failure, self._failure = self._failure, None
+        if not self._was_ready and (failure is not None or self._backoff.num_deaths >= 3):
+            reason = "its processes keep dying" if failure is None else failure.error
+            self._on_fatal(reason, failure is not None and failure.is_users_error)
+            return
+
+        def again() -> None:
+            self._timers.discard(timer)
+            self._spawn()
+
+        timer = asyncio.get_running_loop().call_later(delay, again)
+        self._timers.add(timer)
+        self._dispatch()
+
+    def _blame(self, job: _Job) -> None:
+        """Count a death against the job that was in hand, and give it up after the second."""
+        job.num_deaths += 1
+        if job.num_deaths >= _MAX_ATTEMPTS and not job.answer.done():
+            message = f"preparing request {job.message.request_id} ended {job.num_deaths} workers"
+            job.answer.set_exception(ApiError(500, message, code="preprocess_failed"))

@@ -1,0 +1,428 @@
+"""The bodies of OpenAI-style requests: their fields, and what is wrong with them.
+
+Numbers are checked where they are used (``SamplingParams``); a field that would change the answer
+and is not served is refused, never ignored.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.server.failures import ApiError, clip
+from mstar.transport.messages import Route
+
+MAX_CHOICES = 128
+"""Choices of one HTTP request: prompts times ``n``."""
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_SALT_LEN = 128
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a conversation; what a template may want beside is passed on."""
+
+    role: Role
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _CommonRequest(msgspec.Struct, kw_only=True):
+    """The fields that both routes have; ``None`` means left out."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+
+class ChatRequest(_CommonRequest, kw_only=True):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(_CommonRequest, kw_only=True):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedRequest:
+    """A body whose fields are all of the right type and, by themselves, in range."""
+
+    conversation: list[dict[str, Any]] | None
+    """Messages as chat templates want them; ``None`` for completions."""
+    prompts: list[str | list[int]]
+    """Texts or ids; empty for chat."""
+    params: SamplingParams
+    num_choices: int
+    stream: bool
+    stream_options: StreamOptions
+    cache_salt: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any]
+    add_special_tokens: bool
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    unknown_fields: list[str]
+    """Fields that nobody here knows; they changed nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtocolRules:
+    """What a server lets requests do."""
+
+    model_names: tuple[str, ...]
+    trust_chat_template_kwargs: bool = False
+
+
+# Harmless without an effect: they are about accounts, telemetry or things that are off anyway.
+_IGNORED = frozenset(
+    {"store", "metadata", "service_tier", "parallel_tool_calls", "session_id", "request_id"}
+    | {"prompt_cache_key", "safety_identifier", "user_id", "detokenize", "spaces_between_special_tokens"}
+)
+# Fields that change the answer and are not served, with the values that ask for nothing.
+_UNSERVED: dict[str, tuple[object, ...]] = {
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "prompt_logprobs": (0, False),
+    "truncate_prompt_tokens": (),
+    "mm_processor_kwargs": ({},),
+    "chat_template": (),
+    "documents": ([],),
+    "priority": (0,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_embeds": (),
+    "reasoning_effort": ("none",),
+    "web_search_options": (),
+}
+
+
+def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
+    """Return the request that ``body`` holds.
+
+    Raises:
+        ApiError: If the body is no JSON, a field has the wrong type or is not served, or the model
+            is unknown.
+        RequestError: If a sampling value is out of its range.
+    """
+    fields = _fields(body)
+    unserved(fields)
+    kind = ChatRequest if route == "chat" else CompletionRequest
+    try:
+        request = msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error) from None
+    _check_model(request.model, rules.model_names)
+    if request.stream_options is not None and not request.stream:
+        raise _bad("stream_options needs stream to be true", "stream_options")
+    conversation: list[dict[str, Any]] | None = None
+    prompts: list[str | list[int]] = []
+    template_kwargs: Mapping[str, Any] = {}
+    is_continued, is_opened = False, True
+    if isinstance(request, ChatRequest):
+        conversation = _conversation(request.messages)
+        is_continued = bool(request.continue_final_message)
+        is_opened = not is_continued
+        if request.add_generation_prompt is not None:
+            is_opened = request.add_generation_prompt
+        if is_opened and is_continued:
+            message = "add_generation_prompt and continue_final_message cannot both be true"
+            raise _bad(message, "continue_final_message")
+        template_kwargs = request.chat_template_kwargs or {}
+        if template_kwargs and not rules.trust_chat_template_kwargs:
+            raise _bad(
+                "chat_template_kwargs are off; the server needs --trust-request-chat-template",
+                "chat_template_kwargs",
+                "unsupported_parameter",
+            )
+    else:
+        prompts = _prompts(request.prompt)
+    num_choices = 1 if request.n is None else request.n
+    if not 1 <= num_choices * max(1, len(prompts)) <= MAX_CHOICES or num_choices < 1:
+        raise _bad(
+            f"n={num_choices} for {max(1, len(prompts))} prompt(s); n must be at least 1, and "
+            f"prompts times n at most {MAX_CHOICES}",
+            "n",
+        )
+    return ParsedRequest(
+        conversation=conversation,
+        prompts=prompts,
+        params=_params(request),
+        num_choices=num_choices,
+        stream=bool(request.stream),
+        stream_options=request.stream_options or StreamOptions(),
+        cache_salt=_salt(request.cache_salt),
+        add_generation_prompt=is_opened,
+        continue_final_message=is_continued,
+        template_kwargs=template_kwargs,
+        add_special_tokens=request.add_special_tokens is not False,
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        return_token_ids=bool(request.return_token_ids),
+        unknown_fields=[
+            clip(name, 64)
+            for name in fields
+            if name not in kind.__struct_fields__ and name not in _IGNORED | _UNSERVED.keys()
+        ],
+    )
+
+
+def request_schema(route: Route) -> dict[str, Any]:
+    """Return the JSON schema of a route's body."""
+    kind = ChatRequest if route == "chat" else CompletionRequest
+    (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    inlined = _inline(schema, parts)
+    assert isinstance(inlined, dict)
+    return inlined
+
+
+def _inline(node: object, parts: Mapping[str, Any]) -> object:
+    """Return ``node`` with every reference replaced by what it refers to."""
+    if isinstance(node, list):
+        return [_inline(item, parts) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(parts[str(node["$ref"]).rsplit("/", 1)[-1]], parts)
+    return {key: _inline(value, parts) for key, value in node.items()}
+
+
+def _bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise _bad(f"the body is not valid JSON: {clip(str(error), 200)}", None, "invalid_json") from None
+    except UnicodeDecodeError:
+        raise _bad("the body is not valid UTF-8", None, "invalid_json") from None
+    except RecursionError:
+        raise _bad("the body is nested too deeply", None, "invalid_json") from None
+    if not isinstance(fields, dict):
+        raise _bad("the body must be a JSON object", None, "invalid_json")
+    return fields
+
+
+def unserved(fields: Mapping[str, Any]) -> None:
+    """Refuse fields that ask for something that is not served.
+
+    Raises:
+        ApiError: Naming the field.
+    """
+    for name, neutral in _UNSERVED.items():
+        value = fields.get(name)
+        if value is None or any(type(value) is type(n) and value == n for n in neutral):
+            continue
+        if name == "tools" and value == []:
+            raise _bad("tools is an empty list; leave it out", name)
+        if name in ("tool_choice", "function_call") and not fields.get("tools"):
+            raise _bad(f"{name} without tools; leave it out", name)
+        raise _bad(f"{name} is not supported by this server", name, "unsupported_parameter")
+
+
+_AT = re.compile(r"^(?P<what>.*?) - at `(?P<where>.*)`$", re.DOTALL)
+_PATH = re.compile(r"\$\.?|\[\.\.\.\]")
+
+
+def _wrong_type(error: msgspec.ValidationError) -> ApiError:
+    """Return msgspec's complaint (which never repeats the input's values) with its field."""
+    text = str(error)
+    found = _AT.match(text)
+    if found is None:
+        missing = re.search(r"missing required field `(\w+)`", text)
+        return _bad(clip(text, 300), missing[1] if missing else None, "invalid_type")
+    where = _PATH.sub("", found["where"]).strip(".")
+    missing = re.search(r"missing required field `(\w+)`", found["what"])
+    if missing:
+        where = f"{where}.{missing[1]}".strip(".")
+    message = f"{clip(found['what'], 300)} (in {clip(where, 100)})" if where else found["what"]
+    return _bad(message, re.split(r"[.\[]", where)[0] or None, "invalid_type")
+
+
+def _check_model(name: str | None, known: Sequence[str]) -> None:
+    if name and name not in known:
+        raise ApiError(
+            404,
+            f"the model {clip(name, 100)!r} is not served here; known: {', '.join(known)}",
+            code="model_not_found",
+            param="model",
+        )
+
+
+def _salt(salt: str | None) -> str | None:
+    if salt is not None and (
+        not 0 < len(salt) <= MAX_SALT_LEN or any(char in "@/\\\0" for char in salt)
+    ):
+        raise _bad(
+            f"cache_salt must have 1 to {MAX_SALT_LEN} characters, none of them @ / \\ or NUL",
+            "cache_salt",
+        )
+    return salt
+
+
+def _conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    if not messages:
+        raise _bad("messages is empty; give at least one message", "messages")
+    return [_message(message, index) for index, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, index: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        name: value
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")
+        if (value := getattr(message, name)) is not None
+    }
+    # `developer` is the newer name of the same role, and templates know the older one.
+    fields["role"] = "system" if message.role == "developer" else message.role
+    where = f"messages[{index}].content"
+    if message.content is None:
+        if message.role != "assistant":
+            raise _bad(f"{where} is missing", "messages")
+        fields["content"] = ""
+    elif isinstance(message.content, str):
+        fields["content"] = message.content
+    else:
+        fields["content"] = "".join(_part(part, where) for part in message.content)
+    return fields
+
+
+def _part(part: Mapping[str, Any], where: str) -> str:
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text"):
+        if not isinstance(part.get("text"), str):
+            raise _bad(f"{where}: a text part needs a string `text`", "messages")
+        return str(part["text"])
+    raise _bad(
+        f"{where}: this model takes text only, not parts of type {clip(repr(kind), 60)}",
+        "messages",
+        "unsupported_content",
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    prompts: list[str | list[int]] = []
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif ids := [item for item in prompt if isinstance(item, int)]:
+        prompts = [ids] if len(ids) == len(prompt) else []
+    else:
+        prompts = [item for item in prompt if not isinstance(item, int)]
+        if len({type(item) for item in prompts}) > 1:
+            prompts = []
+    if not prompts and prompt:
+        raise _bad("prompt mixes texts and token ids; send one kind", "prompt", "invalid_type")
+    if not prompts or not all(prompts):
+        raise _bad("prompt is empty; give at least one token", "prompt", "empty_prompt")
+    if len(prompts) > MAX_CHOICES:
+        raise _bad(f"{len(prompts)} prompts; at most {MAX_CHOICES} in one request", "prompt")
+    return prompts
+
+
+def _params(request: ChatRequest | CompletionRequest) -> SamplingParams:
+    max_tokens = request.max_tokens
+    logprobs: int | None
+    if isinstance(request, ChatRequest):
+        if request.max_completion_tokens is not None:
+            max_tokens = request.max_completion_tokens
+        if request.top_logprobs is not None and not request.logprobs:
+            raise _bad("top_logprobs needs logprobs to be true", "top_logprobs")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    else:
+        if max_tokens is None:
+            max_tokens = DEFAULT_COMPLETION_TOKENS
+        logprobs = request.logprobs
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+        raise _bad(f"min_tokens is above max_tokens={max_tokens}; lower it", "min_tokens")
+    given: dict[str, Any] = {
+        name: value
+        for name in _SAMPLING_FIELDS
+        if (value := getattr(request, name)) is not None
+    }
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        **given,
+    )
+
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "ignore_eos",
+)

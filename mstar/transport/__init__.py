@@ -1,0 +1,1 @@
+"""Messages between mstar's processes, and the sockets that carry them."""

@@ -1,0 +1,192 @@
+"""The typed messages that mstar's processes send each other, as tagged MessagePack maps.
+
+Prepared requests travel as ready-made MessagePack blobs: the API process passes them from a worker
+to the engine without reading them.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from mstar.engine.output import EngineStats, ErrorInfo, RequestOutput
+
+Route = Literal["chat", "completion"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages; the tag names the class on the wire."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the other processes must know of a loaded engine."""
+
+    deployment_root: bytes | None
+    """Deployment part of the root key; ``None``: nothing is shared between requests."""
+    root_constants: dict[str, str]
+    """What the root key was made of, by name."""
+    page_size: int
+    """Slots of one KV page, in tokens."""
+    num_pages: int
+    """KV pages that requests can hold together."""
+    max_model_len: int
+    """Prompt and output of one request together, in tokens, at most."""
+    vocab_size: int
+    """Ids are below this."""
+    max_num_seqs: int
+    """Requests that run at once, at most."""
+    max_num_batched_tokens: int
+    """Tokens of one step, at most."""
+    dtype: str
+    """Name of the model's torch dtype."""
+    device: str
+    """Where the model runs."""
+    model_name: str
+    """As the checkpoint was named."""
+    load_seconds: float
+    """From the start of the process to ready."""
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answer to one HTTP request is to be shaped."""
+
+    route: Route
+    model: str
+    """Name that the answer carries."""
+    stream: bool
+    include_usage: bool
+    """Streaming: one last chunk with the usage."""
+    continuous_usage: bool
+    """Streaming: the usage so far on every chunk."""
+    num_choices: int
+    """Choices for each prompt."""
+    num_prompt_tokens: list[int]
+    """Length of each prompt, in tokens."""
+    num_top_logprobs: int | None
+    """Alternatives to report for each token; ``None``: no log-probabilities at all."""
+    stop: list[str]
+    include_stop: bool
+    """The stop string that ended the output stays part of it."""
+    skip_special_tokens: bool
+    return_token_ids: bool
+    prompt_token_ids: list[list[int]] | None
+    """Set where ``return_token_ids`` is."""
+
+
+# From the API process to a preprocess worker.
+
+
+class Configure(Message, tag="configure"):
+    """The engine is loaded: these numbers hold from now on."""
+
+    facts: EngineFacts
+
+
+class Prepare(Message, tag="prepare"):
+    """Turn one request body into prepared requests."""
+
+    job_id: int
+    request_id: str
+    """Ids of the prepared requests begin with this."""
+    route: Route
+    body: bytes
+    """The HTTP body as it came."""
+
+
+# From a preprocess worker to the API process.
+
+
+class WorkerReady(Message, tag="worker_ready"):
+    """The worker has loaded its tokenizer."""
+
+
+class Prepared(Message, tag="prepared"):
+    """A body became requests, all of them valid."""
+
+    job_id: int
+    request_ids: list[str]
+    """One for each choice of each prompt, prompt by prompt."""
+    requests: list[bytes]
+    """A ``PreparedRequest`` in MessagePack for each id."""
+    options: AnswerOptions
+
+
+class PrepareFailed(Message, tag="prepare_failed"):
+    """A body is wrong."""
+
+    job_id: int
+    status: int
+    """HTTP status."""
+    error: ErrorInfo
+
+
+# From the API process to the engine.
+
+
+class AddRequests(Message, tag="add"):
+    """Queue these requests; each is answered by an acceptance or a rejection."""
+
+    requests: list[bytes]
+    """A ``PreparedRequest`` in MessagePack each."""
+
+
+class AbortRequests(Message, tag="abort"):
+    """Forget these requests and give back what they hold; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Ping(Message, tag="ping"):
+    """Ask for a sign of life."""
+
+
+# From the engine to the API process.
+
+
+class LoadProgress(Message, tag="load_progress"):
+    """How far loading is."""
+
+    stage: str
+    fraction: float
+    """Between 0 and 1."""
+
+
+class EngineReady(Message, tag="engine_ready"):
+    """The engine takes requests from now on."""
+
+    facts: EngineFacts
+
+
+class StepDone(Message, tag="step_done"):
+    """What happened since the last message, in this order."""
+
+    accepted: list[str] = []
+    """Ids that are queued now."""
+    rejected: list[tuple[str, ErrorInfo]] = []
+    """Ids that can never run, with the reason."""
+    outputs: list[RequestOutput] = []
+    stats: EngineStats | None = None
+
+
+class Pong(Message, tag="pong"):
+    """A sign of life."""
+
+
+# Both ways.
+
+
+class LoadFailed(Message, tag="load_failed"):
+    """The process cannot start and ends."""
+
+    error: str
+    is_users_error: bool
+    """True where trying again would fail in the same way."""
+
+
+class Shutdown(Message, tag="shutdown"):
+    """End, after the message in hand."""
+
+
+ToWorker = Configure | Prepare | Shutdown
+FromWorker = WorkerReady | Prepared | PrepareFailed | LoadFailed
+ToEngine = AddRequests | AbortRequests | Ping | Shutdown
+FromEngine = LoadProgress | EngineReady | StepDone | Pong | LoadFailed
