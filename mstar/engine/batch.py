@@ -28,25 +28,28 @@ class Batch:
     """One a request, in the same order."""
     yielding: tuple[int, ...]
     """Indices of the requests whose known tokens all are computed after this step."""
+    is_decode: bool
+    """Every request computes its one last token."""
 
     @classmethod
     def of(cls, node: str, spans: Sequence[tuple[Request, int]]) -> Self:
         """Return the batch that computes the next ``span`` tokens of each request."""
+        yielding = tuple(
+            i for i, (request, span) in enumerate(spans) if span == request.num_uncomputed_tokens
+        )
         return cls(
             node,
             tuple(request for request, _ in spans),
             tuple(Segment(request.request_id, "main", span) for request, span in spans),
-            tuple(
-                i
-                for i, (request, span) in enumerate(spans)
-                if span == len(request.tokens) - request.num_computed_tokens
-            ),
+            yielding,
+            len(yielding) == len(spans) == sum(span for _, span in spans),
         )
 
     @property
-    def is_decode(self) -> bool:
-        """Whether every request computes its one last token."""
-        return len(self.yielding) == len(self.segments) == sum(s.span for s in self.segments)
+    def is_due(self) -> bool:
+        """Whether the walks of all its requests wait for its node."""
+        node = self.node
+        return all([node in request.cursor.ready() for request in self.requests])  # noqa: C419
 
     def alone(self, index: int) -> Self:
         """Return the batch of one of its requests."""
@@ -54,6 +57,9 @@ class Batch:
 
     def token_ids(self) -> npt.NDArray[np.int64]:
         """Return the ids that the step computes, ``[num_tokens]``, segment after segment."""
+        if self.is_decode:
+            last = [request.tokens[-1] for request in self.requests]
+            return np.array(last, np.int64)
         pieces = (
             request.tokens[request.num_computed_tokens : request.num_computed_tokens + segment.span]
             for request, segment in zip(self.requests, self.segments, strict=True)

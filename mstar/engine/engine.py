@@ -64,6 +64,7 @@ class EngineCore:
             max_num_batched_tokens=deployment.max_num_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
+        self._last_batch: Batch | None = None
         self._num_arrived = 0
         self._num_steps = 0
         self._prompt_tokens = 0
@@ -168,10 +169,13 @@ class EngineCore:
         if batch is None:
             return outputs
         self._num_steps += 1
-        for request in batch.requests:
-            if not request.was_started:
-                self._count_start(request)
-        return outputs + self._run(batch)
+        if batch is not self._last_batch:
+            self._last_batch = batch
+            for request in batch.requests:
+                if not request.was_started:
+                    self._count_start(request)
+        outputs += self._run(batch)
+        return outputs
 
     def _run(self, batch: Batch) -> list[RequestOutput]:
         try:
@@ -194,15 +198,15 @@ class EngineCore:
         for request, segment in zip(batch.requests, batch.segments, strict=True):
             request.num_computed_tokens += segment.span
         outputs: list[RequestOutput] = []
-        for place, index in enumerate(batch.yielding):
+        failures, all_logprobs = result.failures, result.logprobs
+        for place, (index, token) in enumerate(zip(batch.yielding, result.token_ids, strict=True)):
             request = batch.requests[index]
-            if place in result.failures:
-                outputs.append(self._fail(request, "invalid_logits", result.failures[place]))
+            if place in failures:
+                outputs.append(self._fail(request, "invalid_logits", failures[place]))
                 continue
-            token = result.token_ids[place]
             request.finish_reason = request.append(token)
             self._advance(request, batch.node)
-            logprobs = result.logprobs[place] if result.logprobs is not None else None
+            logprobs = None if all_logprobs is None else all_logprobs[place]
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
@@ -213,13 +217,13 @@ class EngineCore:
                     num_cached_tokens=request.num_cached_tokens,
                 )
             )
-        self._generation_tokens += len(batch.yielding) - len(result.failures)
+        self._generation_tokens += len(outputs) - len(failures)
         return outputs
 
     def _advance(self, request: Request, node: str) -> None:
         """Move the request along its walk; end it when there is no walk left."""
-        request.cursor.complete(node, lambda name: self.model.holds(name, request))
-        if not request.cursor.is_done:
+        is_over = request.cursor.complete(node, lambda name: self.model.holds(name, request))
+        if not is_over:
             return
         cursor = self.model.next_walk(request)
         if cursor is not None:

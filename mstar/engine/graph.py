@@ -134,7 +134,11 @@ class Loop(Walk):
             yield self.until
 
     def _start(self) -> "_Place":
-        return _LoopPlace(self)
+        return _RunLoopPlace(self.body, self) if isinstance(self.body, Run) else _LoopPlace(self)
+
+    def ends(self, num_rounds: int, holds: Holds) -> bool:
+        """Tell whether it ends after ``num_rounds``."""
+        return num_rounds == self.times or (self.until is not None and holds(self.until))
 
 
 class _Place(ABC):
@@ -215,13 +219,25 @@ class _LoopPlace(_Place):
             return False
         if self._place.is_done:
             self._rounds += 1
-            loop = self._loop
-            if self._rounds == loop.times or (loop.until is not None and holds(loop.until)):
-                self.is_done = True
-            elif type(self._place) is _RunPlace:
-                self._place.is_done = False
-            else:
-                self._place = loop.body._start()
+            self.is_done = self._loop.ends(self._rounds, holds)
+            if not self.is_done:
+                self._place = self._loop.body._start()
+        return True
+
+
+class _RunLoopPlace(_RunPlace):
+    """A loop over one node, which most requests are in most of the time."""
+
+    def __init__(self, body: Run, loop: Loop) -> None:
+        super().__init__(body.node)
+        self._loop = loop
+        self._rounds = 0
+
+    def complete(self, node: str, holds: Holds) -> bool:
+        if self.is_done or node != self._ready[0]:
+            return False
+        self._rounds += 1
+        self.is_done = self._loop.ends(self._rounds, holds)
         return True
 
 
@@ -248,8 +264,8 @@ class Cursor:
         """Return the nodes that may be visited now; more than one inside ``Parallel``."""
         return self._place.ready()
 
-    def complete(self, node: str, holds: Holds) -> None:
-        """Take note that ``node`` was visited.
+    def complete(self, node: str, holds: Holds) -> bool:
+        """Take note that ``node`` was visited; returns whether the walk is at its end.
 
         Args:
             node: One of ``ready()``.
@@ -257,6 +273,7 @@ class Cursor:
         """
         taken = self._place.complete(node, holds)
         assert taken, f"walk {self.name!r} waits for {self.ready()}, not for {node!r}"
+        return self._place.is_done
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ class Scheduler:
         The batch is admitted. ``None`` means that there is nothing to do.
         """
         rejected: list[tuple[Request, Refusal]] = []
-        batch = self._steady or self._compose(rejected)
+        batch = self._steady
+        if batch is None or not batch.is_due:
+            batch = self._compose(rejected)
         while batch is not None:
             refusal = self._gate.admit(batch)
             if refusal is None:

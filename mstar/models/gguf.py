@@ -110,7 +110,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self.array()
         item = self.scalars(kind, 1)[0]
-        return bool(item) if kind == _BOOL else item.item()  # type: ignore[no-any-return]
+        return bool(item) if kind == _BOOL else item.item()
 
     def scalars(self, kind: int, count: int) -> npt.NDArray[np.generic]:
         if kind not in _SCALARS:

@@ -13,6 +13,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
@@ -115,7 +116,7 @@ def read_gguf_model(path: Path) -> GGUFModel:
         raise UnsupportedError(f"{path}: mixture of experts in GGUF is not supported")
     config = _common_config(metadata)
     _FAMILIES[architecture](metadata, config)
-    ends = _end_ids(file)
+    ends = _end_ids(file, architecture)
     config |= {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     return GGUFModel(
         config=config,
@@ -282,20 +283,22 @@ _FAMILIES: dict[str, Callable[[_Metadata, dict[str, Any]], None]] = {
 }
 
 
-def _end_ids(file: GGUFFile) -> list[int]:
+def _end_ids(file: GGUFFile, architecture: str) -> list[int]:
     """Return the ids that end an output, the one the file names first."""
     found: list[int] = []
     for key in ("eos", "eot", "eom"):
         number = file.number(f"tokenizer.ggml.{key}_token_id")
         if number is not None and int(number) not in found:
             found.append(int(number))
+    ends = _END_TOKENS | ({"<|endoftext|>"} if architecture.startswith("qwen") else set())
     types = file.metadata.get("tokenizer.ggml.token_type")
     for token, text in enumerate(file.strings("tokenizer.ggml.tokens")):
-        if text in _END_TOKENS and token not in found:
-            # A file without types is taken at its word: these spellings mean nothing else.
-            is_control = types is None or int(types[token]) in _CONTROL_TYPES  # type: ignore[index, arg-type]
-            if is_control:
-                found.append(token)
+        if text not in ends or token in found:
+            continue
+        # A file without types is taken at its word: these spellings mean nothing else.
+        if isinstance(types, np.ndarray) and not np.isin(types[token : token + 1], _CONTROL_TYPES):
+            continue
+        found.append(token)
     return found
 
 

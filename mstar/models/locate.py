@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ def resolve(
         ModelNotFoundError: If nothing goes by this name; says what was tried.
         WeightsError: If a built-in model's packages are damaged.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    # Unlike the method of Path, this takes the name of an unknown user as it is.
+    path = Path(os.path.expanduser(name))
+    if name and path.is_dir():
         return _inside(path)
     if path.is_file():
         return path

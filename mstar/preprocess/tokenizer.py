@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf import convert_gguf_tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
 from mstar.errors import RequestError, UnsupportedError, WeightsError
 from mstar.models.files import atomic_write, default_cache_dir, file_sha256
@@ -179,8 +179,8 @@ class TextTokenizer:
                 param="continue_final_message",
             )
         try:
-            text: str = self._template.apply_chat_template(
-                list(messages),
+            text = self._template.apply_chat_template(
+                [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -193,6 +193,7 @@ class TextTokenizer:
                 param="messages",
                 code="chat_template_error",
             ) from error
+        assert isinstance(text, str), type(text)
         return text
 
     def apply_chat_template(
@@ -247,7 +248,8 @@ def _load_gguf(path: Path, cache_dir: Path | None) -> tuple[Tokenizer, PreTraine
 
 def _template(settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return a renderer of chats around an empty vocabulary, which costs no memory."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), **settings)
+    backend = Tokenizer(BPE())
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)  # type: ignore[no-untyped-call]
 
 
 def _convert_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:

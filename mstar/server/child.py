@@ -14,8 +14,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq.asyncio
@@ -56,7 +57,8 @@ def become_child(settings_type: type[SettingsT]) -> tuple[str, SettingsT]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     pipe = sys.stdin.buffer
     endpoint, settings = msgspec.json.decode(
-        pipe.readline(), type=tuple[str, settings_type]  # type: ignore[valid-type]
+        pipe.readline(),
+        type=tuple[str, settings_type],  # type: ignore[valid-type]
     )
 
     def follow_parent() -> None:
@@ -130,9 +132,11 @@ class Child(Generic[ReceivedT]):
     async def _run(self) -> None:
         receiver = asyncio.create_task(self._receive())
         try:
-            await asyncio.wait({receiver, self._exited}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {receiver, self._exited}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if receiver.done():
-                logger.error("process %d cannot be understood", self.pid, exc_info=receiver.exception())
+                error = receiver.exception()
+                logger.error("process %d cannot be understood", self.pid, exc_info=error)
                 self.kill()
                 await asyncio.wait({self._exited})
             receiver.cancel()
@@ -172,6 +176,38 @@ class Child(Generic[ReceivedT]):
     def kill(self) -> None:
         """End the child at once; ``on_exit`` is called as for any other death."""
         self._process.kill()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What starting any child takes."""
+
+    context: zmq.asyncio.Context
+    """The process's ZeroMQ context."""
+    folder: Path
+    """Where socket files go."""
+    child_class: type[Child[Any]] = Child
+    """What runs a process; tests put something else in its place."""
+
+    def start(
+        self,
+        module: str,
+        settings: object,
+        received: object,
+        *,
+        on_message: Callable[[Any], None],
+        on_exit: Callable[[int], None],
+    ) -> Child[Any]:
+        """Start a child; arguments are those of :class:`Child`."""
+        return self.child_class(
+            module,
+            settings,
+            received,  # type: ignore[arg-type]
+            context=self.context,
+            folder=self.folder,
+            on_message=on_message,
+            on_exit=on_exit,
+        )
 
 
 def _ignore(_: object) -> None:

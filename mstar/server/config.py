@@ -1,7 +1,9 @@
 """The settings of a server, as the command line gives them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError
 
 MAX_BODY_NBYTES = 32 * 2**20
@@ -33,6 +35,25 @@ class EngineOptions:
     seed: int | None = None
     """Seed of everything random that has no seed of its own."""
     log_level: str = "info"
+
+    def deployment(self, dtype: str) -> Deployment:
+        """Return the deployment that these options ask for, in ``dtype``."""
+        given = Deployment(
+            device=self.device,
+            dtype=dtype,
+            num_pages=self.num_pages,
+            enable_prefix_caching=self.enable_prefix_caching,
+            attention_backend=self.attention_backend,
+        )
+        numbers = {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "page_size": self.page_size,
+            "kv_cache_bytes": self.kv_cache_bytes,
+        }
+        chosen: dict[str, Any] = {k: v for k, v in numbers.items() if v is not None}
+        return replace(given, **chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import msgspec
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, ErrorInfo
 from mstar.engine.request import PreparedRequest
-from mstar.engine.resources.base import Deployment
 from mstar.errors import MstarError, RequestError
 from mstar.models import load_model
 from mstar.server.child import become_child
@@ -35,25 +34,6 @@ logger = logging.getLogger(__name__)
 _STATS_SECONDS = 0.5
 
 
-def deployment_of(options: EngineOptions, dtype: str) -> Deployment:
-    """Return the deployment that ``options`` ask for; what they leave open keeps its default."""
-    given = {
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "max_model_len": options.max_model_len,
-        "page_size": options.page_size,
-        "kv_cache_bytes": options.kv_cache_bytes,
-        "num_pages": options.num_pages,
-        "attention_backend": options.attention_backend,
-    }
-    return Deployment(
-        device=options.device,
-        dtype=dtype,
-        enable_prefix_caching=options.enable_prefix_caching,
-        **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-    )
-
-
 def load_engine(options: EngineOptions, progress: Callable[[str, float], None]) -> EngineCore:
     """Return an engine with its model loaded.
 
@@ -73,7 +53,7 @@ def load_engine(options: EngineOptions, progress: Callable[[str, float], None]) 
         options.model, dtype=options.dtype or "auto", device=options.device, progress=layers
     )
     progress("building the KV cache", 1.0)
-    return EngineCore(model, deployment_of(options, dtype))
+    return EngineCore(model, options.deployment(dtype))
 
 
 class EngineLoop:

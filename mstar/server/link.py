@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-
-import zmq.asyncio
 
 from mstar.server.backoff import Backoff
-from mstar.server.child import Child
+from mstar.server.child import Child, Launcher
 from mstar.server.config import EngineOptions
 from mstar.transport.messages import (
     EngineFacts,
@@ -58,8 +55,7 @@ class EngineLink:
     Args:
         options: What the engine is started with.
         stall_timeout: Silence after which the engine counts as stuck, in seconds.
-        context: The process's ZeroMQ context.
-        folder: Where socket files go.
+        launcher: Starts the processes.
         listener: Who is told.
     """
 
@@ -68,14 +64,12 @@ class EngineLink:
         options: EngineOptions,
         stall_timeout: float,
         *,
-        context: zmq.asyncio.Context,
-        folder: Path,
+        launcher: Launcher,
         listener: EngineListener,
     ) -> None:
         self._options = options
         self._stall_timeout = stall_timeout
-        self._context = context
-        self._folder = folder
+        self._launcher = launcher
         self._listener = listener
         self._child: Child[FromEngine] | None = None
         self._backoff = Backoff()
@@ -95,12 +89,10 @@ class EngineLink:
         self._failure = None
         self.num_starts += 1
         self._last_heard = time.monotonic()
-        self._child = Child(
+        self._child = self._launcher.start(
             "mstar.server.engine_process",
             self._options,
-            FromEngine,  # type: ignore[arg-type]
-            context=self._context,
-            folder=self._folder,
+            FromEngine,
             on_message=self._receive,
             on_exit=self._bury,
         )

@@ -4,6 +4,8 @@ Names are vLLM's behind another prefix, so that dashboards and load generators n
 replace. Labels come from closed sets only: nothing that a client sends becomes one.
 """
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -31,16 +33,20 @@ class Metrics:
 
     Args:
         model_name: First name of the model.
+        num_in_flight: Tells how many requests are in the server at the moment.
     """
 
-    def __init__(self, model_name: str) -> None:
-        disable_created_metrics()
+    def __init__(self, model_name: str, num_in_flight: Callable[[], float]) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._last: EngineStats | None = None
 
         self._running = self._gauge("num_requests_running", "Requests that the engine runs.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for the engine.")
+        self._gauge("num_requests_in_flight", "Being prepared, waiting or running.").set_function(
+            num_in_flight
+        )
         self._usage = self._gauge("kv_cache_usage_perc", "Share of KV pages held, 0 to 1.")
         self._alive = self._gauge("engine_up", "1 while the engine can serve.")
         self._config = Gauge(

@@ -6,12 +6,9 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import zmq.asyncio
 
 from mstar.server.backoff import Backoff
-from mstar.server.child import Child
+from mstar.server.child import Child, Launcher
 from mstar.server.failures import ApiError
 from mstar.server.worker import WorkerSettings
 from mstar.transport.messages import (
@@ -57,9 +54,9 @@ class WorkerPool:
     Args:
         settings: What each worker is started with.
         size: Number of workers.
-        context: The process's ZeroMQ context.
-        folder: Where socket files go.
+        launcher: Starts the processes.
         on_change: Called when a worker becomes ready or dies.
+        on_death: Called when a worker dies.
         on_fatal: Called with the reason when workers cannot start.
     """
 
@@ -68,16 +65,16 @@ class WorkerPool:
         settings: WorkerSettings,
         size: int,
         *,
-        context: zmq.asyncio.Context,
-        folder: Path,
+        launcher: Launcher,
         on_change: Callable[[], None],
+        on_death: Callable[[], None],
         on_fatal: Callable[[str, bool], None],
     ) -> None:
         self._settings = settings
         self._size = size
-        self._context = context
-        self._folder = folder
+        self._launcher = launcher
         self._on_change = on_change
+        self._on_death = on_death
         self._on_fatal = on_fatal
         self._facts: EngineFacts | None = None
         self._workers: list[_Worker] = []
@@ -116,9 +113,7 @@ class WorkerPool:
         Raises:
             ApiError: If the body is wrong, or workers die over it.
         """
-        message = Prepare(
-            job_id=next(self._job_ids), request_id=request_id, route=route, body=body
-        )
+        message = Prepare(job_id=next(self._job_ids), request_id=request_id, route=route, body=body)
         job = _Job(message, asyncio.get_running_loop().create_future())
         self._queue.append(job)
         self._dispatch()
@@ -138,12 +133,10 @@ class WorkerPool:
 
     def _spawn(self) -> None:
         worker: _Worker
-        child: Child[FromWorker] = Child(
+        child: Child[FromWorker] = self._launcher.start(
             "mstar.server.worker",
             self._settings,
-            FromWorker,  # type: ignore[arg-type]
-            context=self._context,
-            folder=self._folder,
+            FromWorker,
             on_message=lambda message: self._receive(worker, message),
             on_exit=lambda status: self._bury(worker, status),
         )
@@ -199,6 +192,7 @@ class WorkerPool:
                 self._queue.appendleft(job)
         delay = self._backoff.next_delay()
         logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
+        self._on_death()
         self._on_change()
         failure, self._failure = self._failure, None
         if not self._was_ready and (failure is not None or self._backoff.num_deaths >= 3):

@@ -18,7 +18,6 @@ from mstar.transport.messages import Route
 MAX_CHOICES = 128
 """Choices of one HTTP request: prompts times ``n``."""
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_SALT_LEN = 128
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -124,7 +123,13 @@ class ProtocolRules:
 # Harmless without an effect: they are about accounts, telemetry or things that are off anyway.
 _IGNORED = frozenset(
     {"store", "metadata", "service_tier", "parallel_tool_calls", "session_id", "request_id"}
-    | {"prompt_cache_key", "safety_identifier", "user_id", "detokenize", "spaces_between_special_tokens"}
+    | {
+        "prompt_cache_key",
+        "safety_identifier",
+        "user_id",
+        "detokenize",
+        "spaces_between_special_tokens",
+    }
 )
 # Fields that change the answer and are not served, with the values that ask for nothing.
 _UNSERVED: dict[str, tuple[object, ...]] = {
@@ -170,7 +175,9 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
     """
     fields = _fields(body)
     unserved(fields)
+    kind: type[ChatRequest | CompletionRequest]
     kind = ChatRequest if route == "chat" else CompletionRequest
+    request: ChatRequest | CompletionRequest
     try:
         request = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -214,7 +221,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         num_choices=num_choices,
         stream=bool(request.stream),
         stream_options=request.stream_options or StreamOptions(),
-        cache_salt=_salt(request.cache_salt),
+        cache_salt=request.cache_salt,
         add_generation_prompt=is_opened,
         continue_final_message=is_continued,
         template_kwargs=template_kwargs,
@@ -258,7 +265,9 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise _bad(f"the body is not valid JSON: {clip(str(error), 200)}", None, "invalid_json") from None
+        raise _bad(
+            f"the body is not valid JSON: {clip(str(error), 200)}", None, "invalid_json"
+        ) from None
     except UnicodeDecodeError:
         raise _bad("the body is not valid UTF-8", None, "invalid_json") from None
     except RecursionError:
@@ -286,7 +295,7 @@ def unserved(fields: Mapping[str, Any]) -> None:
 
 
 _AT = re.compile(r"^(?P<what>.*?) - at `(?P<where>.*)`$", re.DOTALL)
-_PATH = re.compile(r"\$\.?|\[\.\.\.\]")
+_PATH = re.compile(r"\$\.?|\[\.\.\.\]|^key` in `")
 
 
 def _wrong_type(error: msgspec.ValidationError) -> ApiError:
@@ -314,17 +323,6 @@ def _check_model(name: str | None, known: Sequence[str]) -> None:
         )
 
 
-def _salt(salt: str | None) -> str | None:
-    if salt is not None and (
-        not 0 < len(salt) <= MAX_SALT_LEN or any(char in "@/\\\0" for char in salt)
-    ):
-        raise _bad(
-            f"cache_salt must have 1 to {MAX_SALT_LEN} characters, none of them @ / \\ or NUL",
-            "cache_salt",
-        )
-    return salt
-
-
 def _conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     if not messages:
         raise _bad("messages is empty; give at least one message", "messages")
@@ -347,21 +345,20 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
     elif isinstance(message.content, str):
         fields["content"] = message.content
     else:
-        fields["content"] = "".join(_part(part, where) for part in message.content)
+        for part in message.content:
+            _check_part(part, where)
+        fields["content"] = message.content
     return fields
 
 
-def _part(part: Mapping[str, Any], where: str) -> str:
+def _check_part(part: Mapping[str, Any], where: str) -> None:
     kind = part.get("type")
-    if kind in ("text", "input_text", "output_text"):
-        if not isinstance(part.get("text"), str):
-            raise _bad(f"{where}: a text part needs a string `text`", "messages")
-        return str(part["text"])
-    raise _bad(
-        f"{where}: this model takes text only, not parts of type {clip(repr(kind), 60)}",
-        "messages",
-        "unsupported_content",
-    )
+    if kind not in ("text", "input_text", "output_text"):
+        raise _bad(
+            f"{where}: this model takes text only, not parts of type {clip(repr(kind), 60)}",
+            "messages",
+            "unsupported_content",
+        )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -400,9 +397,7 @@ def _params(request: ChatRequest | CompletionRequest) -> SamplingParams:
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise _bad(f"min_tokens is above max_tokens={max_tokens}; lower it", "min_tokens")
     given: dict[str, Any] = {
-        name: value
-        for name in _SAMPLING_FIELDS
-        if (value := getattr(request, name)) is not None
+        name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
     }
     return SamplingParams(
         max_tokens=max_tokens,

@@ -75,13 +75,13 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 # From the API process to a preprocess worker.
 
 
-class Configure(Message, tag="configure"):
+class Configure(Message, frozen=True, kw_only=True, tag="configure"):
     """The engine is loaded: these numbers hold from now on."""
 
     facts: EngineFacts
 
 
-class Prepare(Message, tag="prepare"):
+class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     """Turn one request body into prepared requests."""
 
     job_id: int
@@ -95,11 +95,11 @@ class Prepare(Message, tag="prepare"):
 # From a preprocess worker to the API process.
 
 
-class WorkerReady(Message, tag="worker_ready"):
+class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     """The worker has loaded its tokenizer."""
 
 
-class Prepared(Message, tag="prepared"):
+class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     """A body became requests, all of them valid."""
 
     job_id: int
@@ -110,7 +110,7 @@ class Prepared(Message, tag="prepared"):
     options: AnswerOptions
 
 
-class PrepareFailed(Message, tag="prepare_failed"):
+class PrepareFailed(Message, frozen=True, kw_only=True, tag="prepare_failed"):
     """A body is wrong."""
 
     job_id: int
@@ -122,27 +122,27 @@ class PrepareFailed(Message, tag="prepare_failed"):
 # From the API process to the engine.
 
 
-class AddRequests(Message, tag="add"):
+class AddRequests(Message, frozen=True, kw_only=True, tag="add"):
     """Queue these requests; each is answered by an acceptance or a rejection."""
 
     requests: list[bytes]
     """A ``PreparedRequest`` in MessagePack each."""
 
 
-class AbortRequests(Message, tag="abort"):
+class AbortRequests(Message, frozen=True, kw_only=True, tag="abort"):
     """Forget these requests and give back what they hold; unknown ids are ignored."""
 
     request_ids: list[str]
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
     """Ask for a sign of life."""
 
 
 # From the engine to the API process.
 
 
-class LoadProgress(Message, tag="load_progress"):
+class LoadProgress(Message, frozen=True, kw_only=True, tag="load_progress"):
     """How far loading is."""
 
     stage: str
@@ -150,13 +150,13 @@ class LoadProgress(Message, tag="load_progress"):
     """Between 0 and 1."""
 
 
-class EngineReady(Message, tag="engine_ready"):
+class EngineReady(Message, frozen=True, kw_only=True, tag="engine_ready"):
     """The engine takes requests from now on."""
 
     facts: EngineFacts
 
 
-class StepDone(Message, tag="step_done"):
+class StepDone(Message, frozen=True, kw_only=True, tag="step_done"):
     """What happened since the last message, in this order."""
 
     accepted: list[str] = []
@@ -167,14 +167,14 @@ class StepDone(Message, tag="step_done"):
     stats: EngineStats | None = None
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """A sign of life."""
 
 
 # Both ways.
 
 
-class LoadFailed(Message, tag="load_failed"):
+class LoadFailed(Message, frozen=True, kw_only=True, tag="load_failed"):
     """The process cannot start and ends."""
 
     error: str
@@ -182,7 +182,7 @@ class LoadFailed(Message, tag="load_failed"):
     """True where trying again would fail in the same way."""
 
 
-class Shutdown(Message, tag="shutdown"):
+class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """End, after the message in hand."""
 
 

@@ -12,7 +12,6 @@
 #ifndef LANES
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -28,7 +27,7 @@
 typedef struct {
     const void *query, *keys, *values;
     void *out;
-    float *partial;             /* [partial rows, head_dim + PAD] */
+    float *partial;              /* [partial rows, head_dim + PAD] */
     const int64_t *chunk_indptr; /* [num_pieces + 1]: a piece's first chunk among all */
     const int64_t *row_indptr;   /* [num_pieces]: a piece's first partial row */
     const int32_t *first_chunk;  /* [num_pieces]: number of a piece's first chunk in its stream */
@@ -186,8 +185,8 @@ PyMODINIT_FUNC PyInit__paged(void)
         level = 2;
 #endif
     PyObject *self = PyModule_Create(&module);
-    if (self && (PyModule_AddIntConstant(self, "LEVEL", level) < 0 || PyModule_AddIntConstant(self, "CHUNK", CHUNK) < 0 ||
-                 PyModule_AddIntConstant(self, "PAD", PAD) < 0)) {
+    if (self && (PyModule_AddIntConstant(self, "LEVEL", level) < 0 ||
+                 PyModule_AddIntConstant(self, "CHUNK", CHUNK) < 0 || PyModule_AddIntConstant(self, "PAD", PAD) < 0)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -248,11 +247,13 @@ INLINE vf NAME(exp)(vf x)
 
 /* LANES vectors to the vector of their sums, in order; every sum is formed in the same order. */
 #if LANES == 16
-#define ZIP(i, half)                                                                                           \
-    x[i] = __builtin_shufflevector(x[i], x[i + half], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) + \
-           __builtin_shufflevector(x[i], x[i + half], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#define ZIP(i, half)                                                                            \
+    x[i] = __builtin_shufflevector(x[i], x[i + half], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, \
+                                   6, 22, 7, 23) +                                              \
+           __builtin_shufflevector(x[i], x[i + half], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, \
+                                   29, 14, 30, 15, 31);
 #else
-#define ZIP(i, half)                                                                 \
+#define ZIP(i, half)                                                              \
     x[i] = __builtin_shufflevector(x[i], x[i + half], 0, 8, 1, 9, 2, 10, 3, 11) + \
            __builtin_shufflevector(x[i], x[i + half], 4, 12, 5, 13, 6, 14, 7, 15);
 #endif
@@ -270,7 +271,8 @@ INLINE vf NAME(sums)(vf *x)
 
 /* Raw scores of `rows` queries with the slots [from, to) of a chunk, LANES / rows slots at a time. */
 INLINE void NAME(scores)(const int rows, const int is_half, const float *query, const void *keys,
-                         const void *values, const int64_t *offsets, int64_t head_dim, int64_t from, int64_t to, float *scores)
+                         const void *values, const int64_t *offsets, int64_t head_dim, int64_t from, int64_t to,
+                         float *scores)
 {
     const int slots = rows == 1 ? LANES : rows == 2 ? LANES / 2 : LANES / 4;
     for (int64_t n = from / LANES * LANES; n < to; n += slots) {
@@ -373,8 +375,8 @@ INLINE void NAME(weigh)(const int rows, const int cols, const int is_half, const
 }
 
 /* Up to ROWS rows of a task: their partial rows, or their results where the piece has one chunk only. */
-INLINE void NAME(rows)(const int rows, const int is_half, const Job *job, const float *query, const void *next, const int64_t *offsets,
-                       const int64_t (*range)[2], int64_t from, int64_t to, float *partial)
+INLINE void NAME(rows)(const int rows, const int is_half, const Job *job, const float *query, const void *next,
+                       const int64_t *offsets, const int64_t (*range)[2], int64_t from, int64_t to, float *partial)
 {
     float scores[ROWS * CHUNK] __attribute__((aligned(64)));
     int64_t head_dim = job->head_dim, d = 0;
@@ -449,7 +451,10 @@ static void NAME(task)(const Job *job, int64_t task)
     }
     float query[ROWS * head_dim] __attribute__((aligned(64)));
     int64_t num_rows = job->qo_lens[i] * group;
-    const void *next = head + 1 < job->num_kv_heads ? (const char *)job->keys + head_dim * (job->is_bfloat16 ? 2 : 4) : NULL;
+    /* The next task is mostly the next head of these slots: its keys are asked for meanwhile. */
+    const char *next = head + 1 < job->num_kv_heads ? job->keys : NULL;
+    if (next)
+        next += head_dim * (job->is_bfloat16 ? 2 : 4);
     float *partial = NAME(place)(job, i, chunk, head);
     for (int64_t row = 0; row < num_rows; row += ROWS, partial += ROWS * (head_dim + PAD)) {
         int64_t range[ROWS][2], rows = num_rows - row < ROWS ? num_rows - row : ROWS, low = to, high = from;
@@ -492,7 +497,7 @@ static void NAME(merge)(const Job *job, int64_t item)
         for (int64_t c = 0; c < num_chunks; c++)
             max = row[c * jump + head_dim] > max ? row[c * jump + head_dim] : max;
         for (int64_t c = 0; c < num_chunks; c++) {
-            float *part = row + c * jump, weight = part[head_dim] == -INFINITY ? 0 : expf(part[head_dim] - max);
+            float *part = row + c * jump, weight = expf(part[head_dim] - max); /* no score: 0 */
             sum += part[head_dim + 1] * weight;
             for (int64_t d = 0; d < head_dim; d += LANES) {
                 vf x, y;

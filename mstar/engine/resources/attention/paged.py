@@ -171,6 +171,9 @@ def _cut(plan: KVPlan, is_causal: _Int32) -> tuple[_Int32, _Int32, _Int32, _Int3
     Each array has one number a piece: new tokens, the first of them among all of the step, slots
     up to the last of them (all of the stream's where it is not causal), segment, causal or not.
     """
+    if plan.qo_lens.min(initial=1) and plan.qo_lens.max(initial=0) <= PIECE_LEN:
+        every = np.arange(len(plan.qo_lens), dtype=np.int32)
+        return plan.qo_lens, plan.qo_indptr[:-1], plan.kv_lens, every, is_causal
     num_pieces = -(-plan.qo_lens // PIECE_LEN)
     segments = np.repeat(np.arange(len(num_pieces), dtype=np.int32), num_pieces)
     ordinal = (
@@ -199,8 +202,8 @@ def _check(plan: KVPlan) -> None:
     room = plan.page_table.shape[1] * plan.layout.page_size
     assert (plan.qo_lens <= plan.kv_lens).all(), f"{plan.qo_lens} new of {plan.kv_lens} slots"
     assert plan.kv_lens.max(initial=0) <= room, f"{plan.kv_lens} slots in pages for {room}"
-    pages = plan.page_table
-    assert pages.min(initial=0) >= 0, f"page {pages.min()}"
+    # Read without sign, a page below 0 is one far beyond the last.
+    pages = plan.page_table.view(np.uint32)
     assert pages.max(initial=0) < plan.layout.num_pages, f"page {pages.max()} of {plan.layout}"
 
 

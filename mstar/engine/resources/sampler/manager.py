@@ -295,7 +295,7 @@ class SamplerPlan:
         batch = self._batch
         expected = (len(batch.streams), batch.vocab_size)
         assert logits.shape == expected, (tuple(logits.shape), expected)
-        raw = logits.float() if logits.dtype == torch.float64 else logits
+        raw = (logits.float() if logits.dtype == torch.float64 else logits).contiguous()
         if batch.is_plain:
             best, tokens = most_likely(raw)
             return Sampled(tokens, None, self._fail_(best, tokens))

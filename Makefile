@@ -1,0 +1,53 @@
+# Every target sets up what it needs: a virtual environment in $(VENV), made on first use.
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL ?= smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test gpu check format bench docs clean
+
+help:  ## Show the targets.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml setup.py $(wildcard mstar/*/*.c mstar/*/*/*/*.c)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[demo,dev]"
+	@touch $@
+
+install: $(STAMP)  ## Make the virtual environment.
+
+demo: $(STAMP)  ## Serve the embedded model, ask it questions, print answers and timings, end.
+	$(BIN)/python examples/demo.py
+
+serve: $(STAMP)  ## Serve MODEL (default smollm2-135m) until stopped.
+	$(BIN)/mstar serve $(MODEL)
+
+check: $(STAMP)  ## Lint, formatting, types, import contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Rewrite the sources in the project's format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## Run the benchmarks and print their tables (BENCH="keys offline" for some).
+	$(BIN)/python -m benchmarks $(BENCH)
+
+docs: $(STAMP)  ## Build the documentation into docs/_build.
+	$(BIN)/sphinx-build -W -q -b html docs docs/_build
+
+gpu: $(STAMP)  ## Run the tests that need a CUDA device.
+	$(BIN)/python -m pytest -m gpu || test $$? -eq 5
+
+test: $(STAMP)  ## Run the tests.
+	$(BIN)/python -m pytest -m "not gpu"
+
+clean:  ## Remove what was built.
+	rm -rf $(VENV) build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis

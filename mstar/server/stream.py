@@ -1,0 +1,270 @@
+"""From engine outputs to the JSON of answers: text, log-probabilities, usage and chunks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mstar.engine.output import FinishReason, RequestOutput
+from mstar.engine.resources.sampler.config import TokenLogprobs
+from mstar.preprocess.detokenizer import Detokenizer
+from mstar.preprocess.tokenizer import TextTokenizer
+from mstar.transport.messages import AnswerOptions
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+_LOWEST_LOGPROB = -9999.0
+
+Json = dict[str, Any]
+
+
+def event(data: bytes) -> bytes:
+    """Return one server-sent event around JSON."""
+    return b"data: " + data + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    """Return a number that JSON can hold: a masked token's -inf is cut off."""
+    return logprob if logprob >= _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one output added to a choice."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """One choice of an answer, as it grows.
+
+    Args:
+        tokenizer: Of the model.
+        options: How the answer is to be shaped.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, options: AnswerOptions) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            options.stop,
+            skip_special_tokens=options.skip_special_tokens,
+            include_stop=options.include_stop,
+        )
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.num_cached_tokens = 0
+        self.num_tokens = 0
+
+    @property
+    def hit_stop_string(self) -> bool:
+        """Whether the text ended at a stop string, which the engine knows nothing of."""
+        return self._detokenizer.stopped
+
+    def push(self, output: RequestOutput) -> Delta:
+        """Take one output in and return what it adds."""
+        self.num_cached_tokens = output.num_cached_tokens
+        ids = output.token_ids
+        reason = output.finish_reason
+        # The token that ended the output is counted but is no text.
+        num_visible = len(ids) - 1 if reason == "stop" else len(ids)
+        detokenizer, pieces = self._detokenizer, []
+        num_taken = len(ids)
+        for place, token in enumerate(ids[:num_visible]):
+            pieces.append(detokenizer.push((token,)))
+            if detokenizer.stopped:
+                num_taken = num_visible = place + 1
+                break
+        if reason is not None and not detokenizer.stopped:
+            pieces.append(detokenizer.finish())
+        if detokenizer.stopped:
+            reason = "stop"
+        delta = Delta(
+            "".join(pieces),
+            ids[:num_taken],
+            [] if output.logprobs is None else output.logprobs[:num_visible],
+            reason,
+        )
+        self.num_tokens += num_taken
+        self.finish_reason = reason
+        return delta
+
+    def keep(self, delta: Delta) -> None:
+        """Add a delta to what the whole answer will hold."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+
+class Answer:
+    """The JSON of one HTTP request's answer, whole or in chunks.
+
+    Args:
+        answer_id: Its ``id``.
+        options: How it is to be shaped.
+        tokenizer: Of the model.
+        fingerprint: Its ``system_fingerprint``.
+    """
+
+    def __init__(
+        self, answer_id: str, options: AnswerOptions, tokenizer: TextTokenizer, fingerprint: str
+    ) -> None:
+        self._options = options
+        self._tokenizer = tokenizer
+        self._is_chat = options.route == "chat"
+        num_choices = options.num_choices * len(options.num_prompt_tokens)
+        self.choices = [Choice(tokenizer, options) for _ in range(num_choices)]
+        self.num_open = num_choices
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        if self._is_chat and options.stream:
+            kind = "chat.completion.chunk"
+        self._head: Json = {
+            "id": answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": options.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._text_offsets = [0] * num_choices
+
+    def push(self, index: int, output: RequestOutput) -> Delta:
+        """Take in an output of choice ``index``."""
+        choice = self.choices[index]
+        delta = choice.push(output)
+        if delta.finish_reason is not None:
+            self.num_open -= 1
+        return delta
+
+    def usage(self) -> Json:
+        """Return the tokens so far; a prompt counts once, whatever ``n`` is."""
+        num_prompt = sum(self._options.num_prompt_tokens)
+        num_completion = sum(choice.num_tokens for choice in self.choices)
+        first = self.choices[:: self._options.num_choices]
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(choice.num_cached_tokens for choice in first)
+            },
+        }
+
+    def whole(self) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            delta = Delta(choice.text, choice.token_ids, choice.logprobs, choice.finish_reason)
+            item = self._choice(index, delta)
+            if self._is_chat:
+                item["message"] = {"role": "assistant", "content": choice.text}
+            choices.append(item)
+        body: Json = {**self._head, "choices": choices, "usage": self.usage()}
+        if self._options.prompt_token_ids is not None and self._is_chat:
+            body["prompt_token_ids"] = self._options.prompt_token_ids[0]
+        return msgspec.json.encode(body)
+
+    def opening(self) -> bytes:
+        """Return the events that a stream begins with."""
+        if not self._is_chat:
+            return b""
+        chunks = []
+        for index in range(len(self.choices)):
+            item: Json = {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            extra: Json = {}
+            if index == 0 and self._options.prompt_token_ids is not None:
+                extra["prompt_token_ids"] = self._options.prompt_token_ids[0]
+            chunks.append(self._chunk([item], extra))
+        return b"".join(chunks)
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """Return the event that carries ``delta``; none where it would say nothing."""
+        silent = not delta.text and not delta.logprobs and delta.finish_reason is None
+        if silent and not self._options.return_token_ids:
+            return b""
+        item = self._choice(index, delta)
+        if self._is_chat:
+            item["delta"] = {"content": delta.text} if delta.text else {}
+        return self._chunk([item], {})
+
+    def closing(self) -> bytes:
+        """Return the events that a stream ends with, ``[DONE]`` not among them."""
+        if not self._options.include_usage:
+            return b""
+        return event(msgspec.json.encode({**self._head, "choices": [], "usage": self.usage()}))
+
+    def _chunk(self, choices: list[Json], extra: Json) -> bytes:
+        body: Json = {**self._head, "choices": choices, **extra}
+        if self._options.continuous_usage:
+            body["usage"] = self.usage()
+        elif self._options.include_usage:
+            body["usage"] = None
+        return event(msgspec.json.encode(body))
+
+    def _choice(self, index: int, delta: Delta) -> Json:
+        item: Json = {"index": index}
+        wants_logprobs = self._options.num_top_logprobs is not None
+        if self._is_chat:
+            item["logprobs"] = (
+                {"content": [self._chat_logprob(entry) for entry in delta.logprobs]}
+                if wants_logprobs
+                else None
+            )
+        else:
+            item["text"] = delta.text
+            item["logprobs"] = (
+                self._completion_logprobs(index, delta.logprobs) if wants_logprobs else None
+            )
+        item["finish_reason"] = delta.finish_reason
+        if self._options.return_token_ids:
+            item["token_ids"] = delta.token_ids
+            if not self._is_chat and self._options.prompt_token_ids is not None:
+                prompt = index // self._options.num_choices
+                item["prompt_token_ids"] = self._options.prompt_token_ids[prompt]
+        return item
+
+    def _chat_logprob(self, entry: TokenLogprobs) -> Json:
+        num_top = self._options.num_top_logprobs or 0
+        return {
+            **self._token_json(entry.token_id, entry.logprob),
+            "top_logprobs": [self._token_json(*pair) for pair in entry.top[:num_top]],
+        }
+
+    def _token_json(self, token: int, logprob: float) -> Json:
+        return {
+            "token": self._tokenizer.token_text(token),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
+
+    def _completion_logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> Json:
+        num_top = self._options.num_top_logprobs or 0
+        texts = [self._tokenizer.token_text(entry.token_id) for entry in entries]
+        offsets = []
+        for text in texts:
+            offsets.append(self._text_offsets[index])
+            self._text_offsets[index] += len(text)
+        tops: list[dict[str, float]] = []
+        for text, entry in zip(texts, entries, strict=True):
+            top = {
+                self._tokenizer.token_text(token): _finite(value)
+                for token, value in reversed(entry.top[:num_top])
+            }
+            # The chosen token is always among them, as clients expect.
+            tops.append(top | {text: _finite(entry.logprob)})
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": tops if num_top else None,
+            "text_offset": offsets,
+        }

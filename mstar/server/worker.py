@@ -1,0 +1,206 @@
+"""A preprocess worker: request bodies in, prepared requests or clear errors out; loads no torch."""
+
+import logging
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from mstar.engine.output import ErrorInfo
+from mstar.engine.request import PreparedRequest
+from mstar.errors import MstarError, RequestError
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest
+from mstar.preprocess.tokenizer import TextTokenizer
+from mstar.server.child import become_child
+from mstar.server.failures import ApiError
+from mstar.server.logs import configure_logging
+from mstar.server.protocol import ParsedRequest, ProtocolRules, parse
+from mstar.transport.channel import ChildChannel
+from mstar.transport.messages import (
+    AnswerOptions,
+    Configure,
+    LoadFailed,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    Shutdown,
+    ToWorker,
+    WorkerReady,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_KNOWN_FIELDS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is started with."""
+
+    model_path: str
+    """Folder or file with the tokenizer."""
+    model_names: tuple[str, ...]
+    """Names that requests may use."""
+    trust_chat_template_kwargs: bool
+    log_level: str
+
+
+class Worker:
+    """Prepares bodies for one server.
+
+    Args:
+        tokenizer: Of the model.
+        rules: What requests may do.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, rules: ProtocolRules) -> None:
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._preparer: PromptPreparer | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._warned: set[str] = set()
+
+    def configure(self, message: Configure) -> None:
+        """Prepare for the engine that ``message`` describes from now on."""
+        facts = message.facts
+        self._preparer = PromptPreparer(
+            self._tokenizer,
+            facts.max_model_len,
+            facts.page_size,
+            facts.deployment_root,
+            facts.vocab_size,
+        )
+
+    def handle(self, job: Prepare) -> Prepared | PrepareFailed:
+        """Return the answer to one job, whatever its body holds."""
+        try:
+            return self._prepare(job)
+        except ApiError as error:
+            return PrepareFailed(job_id=job.job_id, status=error.status, error=error.error)
+        except RequestError as error:
+            failure = ApiError(400, error.message, code=error.code, param=error.param)
+            return PrepareFailed(job_id=job.job_id, status=400, error=failure.error)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            # A body must not end the worker; what it found is our mistake, not the client's.
+            logger.error("request %s: %s", job.request_id, traceback.format_exc())
+            info = ErrorInfo(f"preparing request {job.request_id} failed", "internal_error")
+            return PrepareFailed(job_id=job.job_id, status=500, error=info)
+
+    def _prepare(self, job: Prepare) -> Prepared:
+        assert self._preparer is not None, "a job came before the engine's numbers"
+        parsed = parse(job.route, job.body, self._rules)
+        self._warn(parsed.unknown_fields)
+        prompts = [
+            self._preparer.prepare(request) for request in _prompt_requests(job.request_id, parsed)
+        ]
+        request_ids, blobs = [], []
+        for prompt in prompts:
+            for place in range(parsed.num_choices):
+                request = _choice(prompt, place)
+                request_ids.append(request.request_id)
+                blobs.append(self._encoder.encode(request))
+        return Prepared(
+            job_id=job.job_id,
+            request_ids=request_ids,
+            requests=blobs,
+            options=_options(job, parsed, prompts, self._rules.model_names[0]),
+        )
+
+    def _warn(self, fields: list[str]) -> None:
+        for name in fields:
+            if name not in self._warned and len(self._warned) < _MAX_KNOWN_FIELDS:
+                self._warned.add(name)
+                logger.warning("requests carry the unknown field %r, which has no effect", name)
+
+
+def _prompt_requests(request_id: str, parsed: ParsedRequest) -> list[PromptRequest]:
+    if parsed.conversation is not None:
+        return [
+            PromptRequest(
+                request_id=request_id,
+                params=parsed.params,
+                messages=parsed.conversation,
+                cache_salt=parsed.cache_salt,
+                template_kwargs=parsed.template_kwargs,
+                add_generation_prompt=parsed.add_generation_prompt,
+                continue_final_message=parsed.continue_final_message,
+            )
+        ]
+    return [
+        PromptRequest(
+            request_id=f"{request_id}-p{index}" if index else request_id,
+            params=parsed.params,
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+            cache_salt=parsed.cache_salt,
+            add_special_tokens=parsed.add_special_tokens,
+        )
+        for index, prompt in enumerate(parsed.prompts)
+    ]
+
+
+def _choice(prompt: PreparedRequest, place: int) -> PreparedRequest:
+    """Return the request of the ``place``-th choice: its own id, and its own seed."""
+    if place == 0:
+        return prompt
+    params = prompt.params
+    if params.seed is not None:
+        # The same seed would give the same answer again.
+        params = replace(params, seed=(params.seed + place) % 2**63)
+    request_id = f"{prompt.request_id}-n{place}"
+    return msgspec.structs.replace(prompt, request_id=request_id, params=params)
+
+
+def _options(
+    job: Prepare, parsed: ParsedRequest, prompts: list[PreparedRequest], model: str
+) -> AnswerOptions:
+    return AnswerOptions(
+        route=job.route,
+        model=model,
+        stream=parsed.stream,
+        include_usage=parsed.stream_options.include_usage,
+        continuous_usage=parsed.stream_options.continuous_usage_stats,
+        num_choices=parsed.num_choices,
+        num_prompt_tokens=[len(prompt.token_ids) for prompt in prompts],
+        num_top_logprobs=parsed.params.logprobs,
+        stop=list(parsed.params.stop),
+        include_stop=parsed.include_stop,
+        skip_special_tokens=parsed.skip_special_tokens,
+        return_token_ids=parsed.return_token_ids,
+        prompt_token_ids=(
+            [prompt.token_ids for prompt in prompts] if parsed.return_token_ids else None
+        ),
+    )
+
+
+def main() -> None:
+    """Run as the child that the standard input describes."""
+    endpoint, settings = become_child(WorkerSettings)
+    configure_logging(settings.log_level)
+    channel: ChildChannel[ToWorker] = ChildChannel(endpoint, ToWorker)  # type: ignore[arg-type]
+    try:
+        tokenizer = TextTokenizer.load(Path(settings.model_path))
+    except MstarError as error:
+        channel.send(LoadFailed(error=str(error), is_users_error=True))
+        channel.close()
+        return
+    rules = ProtocolRules(
+        model_names=settings.model_names,
+        trust_chat_template_kwargs=settings.trust_chat_template_kwargs,
+    )
+    worker = Worker(tokenizer, rules)
+    channel.send(WorkerReady())
+    while True:
+        match channel.receive(timeout=None):
+            case Configure() as message:
+                worker.configure(message)
+            case Prepare() as job:
+                channel.send(worker.handle(job))
+            case Shutdown():
+                break
+    channel.close()
+
+
+if __name__ == "__main__":
+    main()
