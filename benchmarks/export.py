@@ -34,5 +34,6 @@ def _value(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     for part, count in heads.items():
         if checkpoint.rope_interleaved and part in name:
             rows = value.unflatten(0, (checkpoint.config[count], -1, 2))
-            return rows.transpose(1, 2).reshape(value.shape)
+            halves: torch.Tensor = rows.transpose(1, 2).reshape(value.shape)
+            return halves
     return value

@@ -51,7 +51,7 @@ def main() -> None:
                 assert output.error is None, output.error
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
         seconds = time.perf_counter() - start
-        answer = {"seconds": seconds, "tokens": sum(map(len, tokens.values()))}
+        answer: dict[str, object] = {"seconds": seconds, "tokens": sum(map(len, tokens.values()))}
         if case.get("want_ids"):
             answer["ids"] = [tokens[str(i)] for i in range(len(tokens))]
         print(json.dumps(answer), flush=True)

@@ -32,7 +32,7 @@ def main() -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         ids = [list(output.outputs[0].token_ids) for output in outputs]
-        answer = {"seconds": seconds, "tokens": sum(map(len, ids))}
+        answer: dict[str, object] = {"seconds": seconds, "tokens": sum(map(len, ids))}
         if case.get("want_ids"):
             answer["ids"] = ids
         print(json.dumps(answer), flush=True)

@@ -3,12 +3,12 @@
 ::
 
     MstarError
-    ├── ConfigError            a deployment or model setting is wrong        (also ValueError)
-    ├── ModelNotFoundError     a model's name leads to no checkpoint         (also FileNotFoundError)
-    ├── WeightsError           a checkpoint's files are broken or mismatched (also ValueError)
-    ├── UnsupportedError       nothing here can do it; carries the reasons   (also NotImplementedError)
-    ├── EngineDeadError        the engine process ended while it was needed  (also RuntimeError)
-    └── RequestError           a request is wrong; carries param and code    (also ValueError)
+    ├── ConfigError            a setting of model or deployment is wrong    (a ValueError)
+    ├── ModelNotFoundError     a model's name leads to no checkpoint        (a FileNotFoundError)
+    ├── WeightsError           a checkpoint's files are broken              (a ValueError)
+    ├── UnsupportedError       nothing here can do it; carries the reasons  (a NotImplementedError)
+    ├── EngineDeadError        the engine process ended when needed         (a RuntimeError)
+    └── RequestError           a request is wrong; carries param and code   (a ValueError)
         ├── ContextLengthError     prompt or output exceed the model's context
         ├── CapacityError          the request could never fit the KV pool
         └── OverloadedError        too many requests are waiting

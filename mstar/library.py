@@ -157,9 +157,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         deployment = deployment or Deployment()
-        loaded, dtype = load_model(
-            model, dtype=dtype, device=deployment.device, progress=progress
-        )
+        loaded, dtype = load_model(model, dtype=dtype, device=deployment.device, progress=progress)
         self.core = EngineCore(loaded, replace(deployment, dtype=dtype))
         self.tokenizer = TextTokenizer.load(resolve(model))
         self._preparer = PromptPreparer(
@@ -192,7 +190,10 @@ class Engine:
             RequestError: If a prompt or a parameter is wrong; then none runs.
         """
         many = _as_prompts(prompts)
-        each = [params or SamplingParams()] * len(many) if _is_single(params) else list(params)  # type: ignore[arg-type]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(many)
+        else:
+            each = list(params)
         if len(each) != len(many):
             raise ValueError(f"there are {len(many)} prompts and {len(each)} params")
         requests = [
@@ -328,7 +329,3 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _is_single(params: object) -> bool:
-    return params is None or isinstance(params, SamplingParams)

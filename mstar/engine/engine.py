@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 
 from mstar.engine.batch import Batch, NodeOutput
+from mstar.engine.graph import Holds
 from mstar.engine.model import Model
 from mstar.engine.output import EngineStats, ErrorInfo, FinishReason, RequestOutput
 from mstar.engine.request import PreparedRequest, Request, RequestStatus
@@ -195,17 +196,19 @@ class EngineCore:
         return self._record(batch, result)
 
     def _record(self, batch: Batch, result: NodeOutput) -> list[RequestOutput]:
-        for request, segment in zip(batch.requests, batch.segments, strict=True):
+        requests, node = batch.requests, batch.node
+        for request, segment in zip(requests, batch.segments, strict=True):
             request.num_computed_tokens += segment.span
         outputs: list[RequestOutput] = []
         failures, all_logprobs = result.failures, result.logprobs
         for place, (index, token) in enumerate(zip(batch.yielding, result.token_ids, strict=True)):
-            request = batch.requests[index]
-            if place in failures:
+            request = requests[index]
+            if failures and place in failures:
                 outputs.append(self._fail(request, "invalid_logits", failures[place]))
                 continue
             request.finish_reason = request.append(token)
-            self._advance(request, batch.node)
+            if request.cursor.complete(node, self._holds_for(request)):
+                self._next_walk(request)
             logprobs = None if all_logprobs is None else all_logprobs[place]
             outputs.append(
                 RequestOutput(
@@ -220,11 +223,11 @@ class EngineCore:
         self._generation_tokens += len(outputs) - len(failures)
         return outputs
 
-    def _advance(self, request: Request, node: str) -> None:
-        """Move the request along its walk; end it when there is no walk left."""
-        is_over = request.cursor.complete(node, lambda name: self.model.holds(name, request))
-        if not is_over:
-            return
+    def _holds_for(self, request: Request) -> Holds:
+        return lambda name: self.model.holds(name, request)
+
+    def _next_walk(self, request: Request) -> None:
+        """Send the request on its next walk; end it when there is none."""
         cursor = self.model.next_walk(request)
         if cursor is not None:
             request.cursor = cursor

@@ -136,10 +136,6 @@ class Loop(Walk):
     def _start(self) -> "_Place":
         return _RunLoopPlace(self.body, self) if isinstance(self.body, Run) else _LoopPlace(self)
 
-    def ends(self, num_rounds: int, holds: Holds) -> bool:
-        """Tell whether it ends after ``num_rounds``."""
-        return num_rounds == self.times or (self.until is not None and holds(self.until))
-
 
 class _Place(ABC):
     """Where a request stands within one walk."""
@@ -219,9 +215,11 @@ class _LoopPlace(_Place):
             return False
         if self._place.is_done:
             self._rounds += 1
-            self.is_done = self._loop.ends(self._rounds, holds)
-            if not self.is_done:
-                self._place = self._loop.body._start()
+            loop = self._loop
+            if self._rounds == loop.times or (loop.until is not None and holds(loop.until)):
+                self.is_done = True
+            else:
+                self._place = loop.body._start()
         return True
 
 
@@ -237,7 +235,9 @@ class _RunLoopPlace(_RunPlace):
         if self.is_done or node != self._ready[0]:
             return False
         self._rounds += 1
-        self.is_done = self._loop.ends(self._rounds, holds)
+        loop = self._loop
+        if self._rounds == loop.times or (loop.until is not None and holds(loop.until)):
+            self.is_done = True
         return True
 
 
@@ -296,25 +296,14 @@ class Graph:
             if twice:
                 raise ConfigError(f"{kind} {twice[0]!r} is declared twice")
         for edge in self.edges:
+            where = f"edge {edge.name!r} from {edge.source!r} to {edge.target!r}"
             for end in (edge.source, edge.target):
-                if end not in self.nodes:
-                    raise ConfigError(
-                        f"edge {edge.name!r} from {edge.source!r} to {edge.target!r}: there is "
-                        f"no node {end!r}; nodes are {', '.join(self.nodes)}"
-                    )
+                _require(end, "node", self.nodes, where)
         for name, walk in self.walks:
             for node in walk.nodes():
-                if node not in self.nodes:
-                    raise ConfigError(
-                        f"walk {name!r} visits {node!r}, which is no node; "
-                        f"nodes are {', '.join(self.nodes)}"
-                    )
+                _require(node, "node", self.nodes, f"walk {name!r}")
             for predicate in walk.predicates():
-                if predicate not in self.predicates:
-                    raise ConfigError(
-                        f"walk {name!r} ends a loop on {predicate!r}, which is no predicate; "
-                        f"predicates are {', '.join(self.predicates) or '(none)'}"
-                    )
+                _require(predicate, "predicate", self.predicates, f"a loop of walk {name!r}")
 
     def cursor(self, name: str) -> Cursor:
         """Return a cursor at the start of the walk ``name``."""
@@ -324,3 +313,9 @@ class Graph:
         raise ConfigError(
             f"there is no walk {name!r}; walks are {', '.join(n for n, _ in self.walks)}"
         )
+
+
+def _require(name: str, kind: str, known: tuple[str, ...], where: str) -> None:
+    if name not in known:
+        listed = ", ".join(known) or "none"
+        raise ConfigError(f"{where} names {name!r}, which is no {kind}; there are {listed}")

@@ -6,6 +6,8 @@ import msgspec
 
 from mstar.engine.resources.sampler.config import TokenLogprobs
 
+__all__ = ["EngineStats", "ErrorInfo", "FinishReason", "RequestOutput", "TokenLogprobs"]
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -17,7 +19,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step added to one request."""
 
     request_id: str

@@ -19,7 +19,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     page_keys: list[bytes] = []
     """Keys of the prompt's pages, the unfinished last one included; empty: never shared."""
     root: bytes | None = None
-    """Key of the empty prefix the keys were folded from; ``None`` keeps the request out of reuse."""
+    """Key of the empty prefix that the keys were folded from; ``None``: never shared."""
     spans: list[tuple[int, bytes | None]] = []
     """Layout: length and digest of each span, ``None`` for token ids; empty: all token ids."""
 

@@ -1,5 +1,6 @@
 """Runs a batch on its node: admit, plan, forward, commit, over whatever resources there are."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Runner:
             self.resources[spec.resource_key] = resource
             for name in spec.nodes:
                 self._keys_of[name].append(spec.resource_key)
+        self._reuse_unit = math.lcm(*(r.reuse_unit for r in self.resources.values()))
         self._last: tuple[Batch, NodeStep] | None = None
 
     def ever_fits(self, request: Request) -> Refusal | None:
@@ -66,6 +68,7 @@ class Runner:
         opening = self._opening(request)
         offers = [resource.match(opening) for resource in self.resources.values()]
         num_reused = min((offer for offer in offers if offer is not None), default=0)
+        num_reused -= num_reused % self._reuse_unit
         for resource in self.resources.values():
             refusal = resource.open(opening, num_reused)
             if refusal is not None:

@@ -118,11 +118,11 @@ class Scheduler:
             if span:
                 spans.append((request, span))
                 budget -= span
-        while budget and (request := self._start_next(rejected)) is not None:
-            node = node or request.cursor.ready()[0]
-            if node in request.cursor.ready():
-                span = min(request.num_uncomputed_tokens, budget)
-                spans.append((request, span))
+        while budget and (started := self._start_next(rejected)) is not None:
+            node = node or started.cursor.ready()[0]
+            if node in started.cursor.ready():
+                span = min(started.num_uncomputed_tokens, budget)
+                spans.append((started, span))
                 budget -= span
         if node is None or not spans:
             return None

@@ -17,6 +17,7 @@ ARCHITECTURES: dict[str, str] = {
 """Architecture to the module whose ``load`` builds it."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 def load_model(
@@ -24,6 +25,7 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Model, str]:
     """Load a model and return it with the name of the dtype it is in.
@@ -32,10 +34,12 @@ def load_model(
         name: A folder, a GGUF file, a built-in name or a Hugging Face id.
         dtype: One of ``DTYPES``; ``auto`` is the checkpoint's own, bfloat16 for packed weights.
         device: Name of a torch device.
+        load_format: One of ``LOAD_FORMATS``; ``dummy`` reads the config only and draws weights,
+            for measurements.
         progress: Called with layers loaded and layers in all.
 
     Raises:
-        ConfigError: If there is no such dtype.
+        ConfigError: If there is no such dtype or load format.
         ModelNotFoundError: If the name leads nowhere.
         WeightsError: If the checkpoint is broken.
         UnsupportedError: If the architecture is not built; names the nearest that is.
@@ -43,10 +47,16 @@ def load_model(
     import torch  # noqa: PLC0415 - naming architectures must not load torch
 
     from mstar.models.checkpoint import open_checkpoint  # noqa: PLC0415
+    from mstar.models.dummy import open_dummy  # noqa: PLC0415
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    checkpoint = open_checkpoint(name)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}"
+        )
+    is_dummy = load_format == "dummy"
+    checkpoint = open_dummy(name) if is_dummy else open_checkpoint(name)
     architecture = checkpoint.architecture
     module = ARCHITECTURES.get(architecture)
     if module is None:

@@ -160,7 +160,7 @@ class DecoderModel(TextModel):
         weights_key: Content name of the weights; ``None``: unknown, and so never reused.
     """
 
-    def __init__(  # noqa: PLR0913 - what a loaded model is made of
+    def __init__(
         self,
         name: str,
         config: DecoderConfig,

@@ -5,6 +5,8 @@ passes.
 """
 
 import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -24,6 +26,11 @@ def _load() -> ModuleType | None:
 
 
 _KERNELS = _load()
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 def _is_compiled(x: Tensor) -> bool:
@@ -52,7 +59,7 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float, *, is_offset: bool = False) -> None:
         self._eps = eps
         self._width = weight.shape[0]
-        self._weight = weight.float() + 1 if is_offset else weight.float()
+        self._weight = (weight.float() + 1 if is_offset else weight.float()).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised, in a new tensor of its own dtype and shape."""
@@ -65,6 +72,10 @@ class RMSNorm:
             x: ``[..., width]``.
             added: The same shape and dtype, or ``None`` to add nothing.
         """
+        assert x.shape[-1] == self._width, (x.shape, self._width)
+        if added is not None:
+            assert added.shape == x.shape, (added.shape, x.shape)
+            assert added.dtype == x.dtype, (added.dtype, x.dtype)
         if _KERNELS is None or not _is_compiled(x) or self._width > _KERNELS.MAX_WIDTH:
             if added is not None:
                 x += added
@@ -72,8 +83,6 @@ class RMSNorm:
             return wide.to(x.dtype)
         out = torch.empty_like(x)
         if added is not None:
-            assert added.shape == x.shape, (added.shape, x.shape)
-            assert added.dtype == x.dtype, (added.dtype, x.dtype)
             added = added.contiguous()
         _KERNELS.norm(
             torch.get_num_threads(),
@@ -98,10 +107,8 @@ def gated(merged: Tensor, activation: str) -> Tensor:
     """
     if activation == "gelu" or _KERNELS is None or not _is_compiled(merged):
         gate, up = merged.chunk(2, -1)
-        if activation == "silu":
-            return functional.silu(gate) * up
-        return functional.gelu(gate, approximate=activation.removeprefix("gelu_")) * up \
-            if activation == "gelu_tanh" else functional.gelu(gate) * up
+        return _ACTIVATIONS[activation](gate) * up
+    assert activation in _ACTIVATIONS, activation
     num_tokens, width = merged.shape
     out = merged.new_empty((num_tokens, width // 2))
     _KERNELS.gate(
@@ -119,7 +126,9 @@ def gated(merged: Tensor, activation: str) -> Tensor:
 def rotate_and_store(
     qkv: Tensor, num_heads: int, position: PositionPlan, kv: KVPlan, layer: int
 ) -> Tensor:
-    """Rotate q and k, write k and v to the cache, and return q ``[num_tokens, num_heads, head_dim]``.
+    """Rotate q and k, write k and v to the cache, and return q.
+
+    The result is ``[num_tokens, num_heads, head_dim]``.
 
     Args:
         qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``: q's heads, k's, v's.
@@ -143,6 +152,8 @@ def rotate_and_store(
         qk = position.rotate_merged(qkv[:, : num_heads + num_kv_heads], layer)
         kv.write(layer, qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :])
         return qk[:, :num_heads]
+    # The kernel trusts these lengths.
+    assert num_tokens == len(rotation.rows) == len(kv.slots), (num_tokens, len(kv.slots))
     out = qkv.new_empty((num_tokens, num_heads, dim))
     _KERNELS.heads(
         torch.get_num_threads(),

@@ -1,16 +1,12 @@
 """A tiny decoder with seeded weights, made in milliseconds; for tests and documentation."""
 
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mstar.engine.resources.kv.keys import fingerprint
-from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder import DecoderModel, load
+from mstar.models.dummy import DummyCheckpoint
 
 _CONFIG: dict[str, Any] = {
     "vocab_size": 160,
@@ -25,27 +21,6 @@ _CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
-
-
-class _SeededCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are drawn when they are asked for, each by its name."""
-
-    def __init__(self, seed: int, config: dict[str, Any]) -> None:
-        super().__init__(Path("toy"), config=config, generation_config={}, tensors={})
-        self._seed = seed
-
-    def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Draw the tensor ``name``; matrices keep the scale of what they are applied to."""
-        assert shape is not None, f"{name}: a drawn tensor needs a shape"
-        generator = torch.Generator().manual_seed(self._seed ^ zlib.crc32(name.encode()))
-        drawn = torch.randn(*shape, generator=generator)
-        if len(shape) == 1:
-            return 1 + 0.1 * drawn
-        return drawn if "embed" in name else 2 * drawn * shape[-1] ** -0.5
-
-    def fingerprint(self, cache_dir: Path | None = None) -> bytes:
-        """Return the content name of weights that follow from a seed and a config."""
-        return fingerprint("mstar-toy-v1", self._seed, repr(sorted(self.config.items())))
 
 
 def toy_model(
@@ -70,5 +45,5 @@ def toy_model(
     160
     """
     config = _CONFIG | {"architectures": [architecture]} | changes
-    checkpoint = _SeededCheckpoint(seed, config)
+    checkpoint = DummyCheckpoint(Path("toy"), config, seed=seed)
     return load(checkpoint, name="toy", dtype=dtype, device=torch.device("cpu"))

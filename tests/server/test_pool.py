@@ -76,6 +76,10 @@ class Pool:
     def _count(self) -> None:
         self.num_deaths += 1
 
+    async def stop(self) -> None:
+        await self.pool.stop(0)
+        self.context.destroy(linger=0)
+
     @property
     def alive(self) -> list[FakeChild]:
         return [child for child in self.children.started if child.is_alive]
@@ -115,7 +119,7 @@ async def test_a_job_that_ends_two_workers_is_given_up_and_its_neighbour_is_not(
     (job,) = jobs(third)
     third.say(prepared(job))
     assert (await innocent).request_ids == ["innocent"]
-    await setup.pool.stop(0)
+    await setup.stop()
 
 
 async def test_a_workers_complaint_becomes_the_requests_error() -> None:
@@ -130,7 +134,7 @@ async def test_a_workers_complaint_becomes_the_requests_error() -> None:
     with pytest.raises(ApiError) as caught:
         await task
     assert (caught.value.status, caught.value.error) == (400, error)
-    await setup.pool.stop(0)
+    await setup.stop()
 
 
 async def test_a_job_that_nobody_waits_for_is_not_sent() -> None:
@@ -142,7 +146,7 @@ async def test_a_job_that_nobody_waits_for_is_not_sent() -> None:
     (child,) = setup.alive
     child.say(WorkerReady())
     assert jobs(child) == []
-    await setup.pool.stop(0)
+    await setup.stop()
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_fatal() -> None:
@@ -151,7 +155,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_fatal() -> None:
     child.say(LoadFailed(error="no tokenizer", is_users_error=True))
     child.die(0)
     assert setup.fatal == [("no tokenizer", True)]
-    await setup.pool.stop(0)
+    await setup.stop()
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -254,11 +258,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         async def stop() -> None:
-            await self.setup.pool.stop(0)
+            await self.setup.stop()
             for task in self.tasks.values():
                 task.cancel()
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-            self.setup.context.destroy(linger=0)
 
         self.run(stop())
         self.loop.close()

@@ -80,6 +80,8 @@ class Resource(ABC):
     """Keys of resources whose plans must exist before this one plans."""
     capacity: int | None = None
     """Tokens it can hold of all streams together; ``None``: no bound."""
+    reuse_unit: int = 1
+    """What is reused of it comes in multiples of so many slots, in tokens."""
 
     @classmethod
     @abstractmethod

@@ -66,8 +66,8 @@ class AttentionManager(Resource):
         """Return the step's attention; the KV cache has planned the same segments."""
         kv_plan = plans[self.backend.config.kv_cache]
         assert isinstance(kv_plan, KVPlan), f"{self.depends_on} planned {type(kv_plan).__name__}"
-        planned = len(kv_plan.qo_lens)
-        assert planned == len(segments), f"{len(segments)} segments, the cache has {planned}"
+        spans = kv_plan.qo_lens.tolist()
+        assert [s.span for s in segments] == spans, f"cache planned spans {spans}: {segments}"
         is_causal = step.is_causal if isinstance(step, AttentionStep) else None
         if is_causal is None:
             is_causal = (True,) * len(segments)

@@ -25,7 +25,7 @@ class KVConfig:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"KVConfig.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def page_nbytes(self, page_size: int, itemsize: int) -> int:
         """Return the bytes of one page over all layers, keys and values together.

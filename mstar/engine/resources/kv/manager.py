@@ -33,12 +33,16 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows and spans of one tuple of segments."""
+    """The arrays of one tuple of segments, kept while the segments stay the same."""
 
     segments: tuple[Segment, ...]
     rows: npt.NDArray[np.int64]
     spans: npt.NDArray[np.int64]
+    qo_lens: npt.NDArray[np.int32]
+    """The spans as plans have them."""
     indptr: npt.NDArray[np.int32]
+    stored: npt.NDArray[np.int64]
+    """The table's, which no other segments may move while this is kept."""
     is_decode: bool
     """Every segment is one token."""
 
@@ -65,6 +69,7 @@ class KVManager(Resource):
                 f"{deployment.page_size} tokens; give it more memory or pages"
             )
         self.page_size = deployment.page_size
+        self.reuse_unit = self.page_size
         self.capacity = num_pages * self.page_size
         self.is_reuse_enabled = deployment.enable_prefix_caching
         self.layout = KVLayout(
@@ -78,20 +83,19 @@ class KVManager(Resource):
         )
         self.cache = PagedKVCache(self.layout)
         self.index = PrefixIndex()
-        self.pool = PagePool(num_pages, self.index.remove)
+        self.pool = PagePool(num_pages, on_evict=self.index.remove)
         max_pages = -(-deployment.max_model_len // self.page_size)
         self._table = PageTable(deployment.max_num_seqs, max_pages)
-        self._num_indexed = np.zeros(deployment.max_num_seqs, np.int64)
+        self._index_at = np.zeros(deployment.max_num_seqs, np.int64)
+        """``[num_rows]``: stored length from which a stream has a page to index, in tokens."""
         self._streams: dict[tuple[str, str], _Stream] = {}
         self._labels: dict[str, list[str]] = {}
-        self._rows = _Rows((), *_EMPTY)
+        self._rows: _Rows | None = None
         self._grown: list[tuple[int, int]] = []
         """Row and number of pages that the last ``admit`` took."""
 
     @classmethod
-    def build(
-        cls, spec: KVSpec, deployment: Deployment, resources: Mapping[str, Resource]
-    ) -> Self:
+    def build(cls, spec: KVSpec, deployment: Deployment, resources: Mapping[str, Resource]) -> Self:
         """Return a manager with an empty cache."""
         return cls(spec.resource_key, spec.config, deployment)
 
@@ -111,15 +115,15 @@ class KVManager(Resource):
 
     def match(self, opening: Opening) -> int | None:
         """Return the tokens of full pages that are here already, at most all but one."""
-        return len(self._match(opening)) * self.page_size
+        return len(self.index.match(self._known_keys(opening))) * self.page_size
 
-    def _match(self, opening: Opening) -> list[int]:
-        if opening.root is None or not self.is_reuse_enabled:
-            return []
-        return self.index.match(self._known_keys(opening))
+    def _is_shared(self, opening: Opening) -> bool:
+        return opening.root is not None and self.is_reuse_enabled
 
     def _known_keys(self, opening: Opening) -> list[bytes]:
         """Return the keys of the stream's full pages, the last token's page left out."""
+        if not self._is_shared(opening):
+            return []
         limit = (len(opening.tokens) - 1) // self.page_size
         given = min(len(opening.page_keys or ()), opening.num_prompt_tokens // self.page_size)
         keys = list((opening.page_keys or ())[: min(given, limit)])
@@ -152,7 +156,9 @@ class KVManager(Resource):
 
     def open(self, opening: Opening, num_reused: int) -> Refusal | None:
         """Pin the reused pages, then take pages for the rest of what is to be computed."""
-        reused = self._match(opening)[: num_reused // self.page_size]
+        keys = self._known_keys(opening)
+        reused = self.index.match(keys)[: num_reused // self.page_size]
+        assert len(reused) * self.page_size == num_reused, (len(reused), num_reused)
         self.pool.retain(reused)
         needed = self._pages_for(len(opening.tokens)) - len(reused)
         # A page for each open stream stays available, so that growth seldom preempts.
@@ -166,20 +172,19 @@ class KVManager(Resource):
                 f"{available} are available and {len(self._streams)} are set aside",
             )
         row = self._table.take_row()
-        if row >= len(self._num_indexed):
-            self._num_indexed = np.resize(self._num_indexed, len(self._table.stored))
+        if row >= len(self._index_at):
+            self._index_at = np.resize(self._index_at, len(self._table.stored))
         self._table.extend(row, reused)
         self._table.extend(row, taken)
         self._table.stored[row] = len(reused) * self.page_size
-        is_shared = opening.root is not None and self.is_reuse_enabled
-        self._num_indexed[row] = len(reused) if is_shared else _NEVER
-        full = min(len(opening.page_keys or ()), opening.num_prompt_tokens // self.page_size)
+        is_shared = self._is_shared(opening)
+        self._index_at[row] = (len(reused) + 1) * self.page_size if is_shared else _NEVER
         key = (opening.request_id, opening.label)
         assert key not in self._streams, f"stream {key} is open already"
         self._streams[key] = _Stream(
             row,
             opening,
-            list((opening.page_keys or ())[:full]) if is_shared else [],
+            keys,
             page_items(opening.spans, self.page_size) if is_shared and opening.spans else {},
         )
         self._labels.setdefault(opening.request_id, []).append(opening.label)
@@ -190,7 +195,7 @@ class KVManager(Resource):
         for label in self._labels.pop(request_id, ()):
             stream = self._streams.pop((request_id, label))
             self.pool.release(self._table.give_row(stream.row))
-        self._rows = _Rows((), *_EMPTY)
+        self._rows = None
 
     # A step's life.
 
@@ -198,13 +203,13 @@ class KVManager(Resource):
         """Take the pages that the new tokens need beyond those the streams hold."""
         where = self._rows_of(segments)
         table, rows = self._table, where.rows
-        ends = table.stored[rows] + where.spans
-        missing = -(-ends // self.page_size) - table.num_pages[rows]
-        growing = np.nonzero(missing > 0)[0]
+        missing = where.stored + where.spans - table.num_pages[rows] * self.page_size
+        growing = (missing > 0).nonzero()[0].tolist()
         self._grown = []
-        if not len(growing):
+        if not growing:
             return None
-        needed = int(missing[growing].sum())
+        counts = [self._pages_for(int(missing[i])) for i in growing]
+        needed = sum(counts)
         pages = self.pool.try_allocate(needed)
         if pages is None:
             return Refusal(
@@ -212,11 +217,11 @@ class KVManager(Resource):
                 f"the step needs {needed} more KV pages; {self.pool.num_available} are available",
             )
         start = 0
-        for i in growing.tolist():
-            end = start + int(missing[i])
-            table.extend(int(rows[i]), pages[start:end])
-            self._grown.append((int(rows[i]), end - start))
-            start = end
+        for i, count in zip(growing, counts, strict=True):
+            row = int(rows[i])
+            table.extend(row, pages[start : start + count])
+            self._grown.append((row, count))
+            start += count
         return None
 
     def rollback(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
@@ -231,21 +236,21 @@ class KVManager(Resource):
     ) -> KVPlan:
         """Return where the step's tokens are written and what they read."""
         where = self._rows_of(segments)
-        table, rows = self._table, where.rows
-        stored = table.stored[rows]
+        table, rows, stored = self._table, where.rows, where.stored
         if where.is_decode:
             owners, slots = rows, stored
         else:
             owners = np.repeat(rows, where.spans)
             starts = np.repeat(stored - where.indptr[:-1], where.spans)
             slots = np.arange(len(owners)) + starts
-        pages = table.lookup(owners, slots // self.page_size)
-        flat = pages.astype(np.int64) * self.page_size + slots % self.page_size
+        page_size = self.page_size
+        pages = table.lookup(owners, slots // page_size).astype(np.int64)
+        flat = pages * page_size + slots % page_size
         return KVPlan(
             layout=self.layout,
             keys=self.cache.keys,
             values=self.cache.values,
-            qo_lens=where.spans.astype(np.int32),
+            qo_lens=where.qo_lens,
             qo_indptr=where.indptr,
             kv_lens=(stored + where.spans).astype(np.int32),
             page_table=table.gather(rows),
@@ -255,36 +260,33 @@ class KVManager(Resource):
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Count the new tokens as stored and index the pages they filled."""
         where = self._rows_of(segments)
-        stored = self._table.stored[where.rows] + where.spans
+        stored = where.stored = where.stored + where.spans
         self._table.stored[where.rows] = stored
-        filled = np.nonzero(stored // self.page_size > self._num_indexed[where.rows])[0]
-        for i in filled.tolist():
+        for i in (stored >= self._index_at[where.rows]).nonzero()[0].tolist():
             segment = segments[i]
-            self._index_filled(self._streams[segment.request_id, segment.label])
+            stream = self._streams[segment.request_id, segment.label]
+            self._index_filled(stream, int(stored[i]) // self.page_size)
 
-    def _index_filled(self, stream: _Stream) -> None:
+    def _index_filled(self, stream: _Stream, num_full: int) -> None:
         """Index the stream's full pages; adopt the page of a key that is indexed already."""
-        row, keys = stream.row, stream.keys
+        row, keys, index = stream.row, stream.keys, self.index
+        start = int(self._index_at[row]) // self.page_size - 1
         pages = self._table.pages(row)
-        for page_index in range(
-            int(self._num_indexed[row]), int(self._table.stored[row]) // self.page_size
-        ):
+        parent = int(pages[start - 1]) if start else None
+        assert parent is None or index.key(parent) == keys[start - 1], f"page {parent} is forgotten"
+        for page_index, own in enumerate(pages[start:num_full].tolist(), start):
             if page_index == len(keys):
                 keys.append(self._page_key(stream.opening, keys, stream.items, page_index))
-            parent = int(pages[page_index - 1]) if page_index else None
-            if parent is not None and self.index.key(parent) != keys[page_index - 1]:
-                # A reset forgot the prefix while this stream ran: nothing can be built on it.
-                self._num_indexed[row] = _NEVER
-                return
-            own = int(pages[page_index])
-            first = self.index.get(keys[page_index])
-            if first is None:
-                self.index.add(keys[page_index], own, parent)
+            key = keys[page_index]
+            known = index.get(key)
+            if known is None:
+                index.add(key, own, parent)
                 self.pool.keep(own)
-            elif first != own:
-                self.pool.retain([first])
-                self.pool.release([self._table.replace(row, page_index, first)])
-            self._num_indexed[row] = page_index + 1
+            elif known != own:
+                self.pool.retain([known])
+                self.pool.release([self._table.replace(row, page_index, known)])
+            parent = own if known is None else known
+        self._index_at[row] = (num_full + 1) * self.page_size
 
     def usage(self) -> tuple[int, int, int]:
         """Return pages there are, pages held by streams, pages kept for reuse only."""
@@ -295,7 +297,7 @@ class KVManager(Resource):
         count = self.index.clear()
         self.pool.drop_kept()
         for stream in self._streams.values():
-            self._num_indexed[stream.row] = _NEVER
+            self._index_at[stream.row] = _NEVER
         return count
 
     def check(self) -> None:
@@ -321,7 +323,7 @@ class KVManager(Resource):
         return -(-num_tokens // self.page_size)
 
     def _rows_of(self, segments: tuple[Segment, ...]) -> _Rows:
-        if segments is self._rows.segments and segments:
+        if self._rows is not None and segments is self._rows.segments:
             return self._rows
         rows = np.fromiter(
             (self._streams[s.request_id, s.label].row for s in segments), np.int64, len(segments)
@@ -329,10 +331,17 @@ class KVManager(Resource):
         spans = np.fromiter((s.span for s in segments), np.int64, len(segments))
         indptr = np.zeros(len(segments) + 1, np.int32)
         np.cumsum(spans, out=indptr[1:])
-        self._rows = _Rows(segments, rows, spans, indptr, bool((spans == 1).all()))
+        self._rows = _Rows(
+            segments,
+            rows,
+            spans,
+            spans.astype(np.int32),
+            indptr,
+            self._table.stored[rows],
+            bool((spans == 1).all()),
+        )
         return self._rows
 
 
 _NEVER = np.iinfo(np.int64).max
 """In place of the number of indexed pages: this stream indexes none."""
-_EMPTY = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(1, np.int32), True)

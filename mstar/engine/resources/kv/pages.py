@@ -28,7 +28,7 @@ class PagePool:
         on_evict: Called with a retained page's id just before the page is handed out anew.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_pages: int, on_evict: Callable[[int], object]) -> None:
         self.num_pages = num_pages
         self._on_evict = on_evict
         self._free: list[int] = list(range(num_pages, 0, -1))
@@ -36,6 +36,8 @@ class PagePool:
         self._is_kept = np.zeros(num_pages + 1, np.bool_)
         self._released_at = np.zeros(num_pages + 1, np.int64)
         self._queue: deque[tuple[int, list[int]]] = deque()
+        self._num_queued = 0
+        """Pages in the queue, those that were taken up again counted too."""
         self._clock = 0
         self.num_retained = 0
         self.num_evictions = 0
@@ -122,6 +124,7 @@ class PagePool:
         self._free.extend(dropped.tolist())
         self._is_kept[:] = False
         self._queue.clear()
+        self._num_queued = 0
         self.num_retained = 0
         return len(dropped)
 
@@ -129,8 +132,9 @@ class PagePool:
         self._clock += 1
         self._released_at[pages] = self._clock
         self._queue.append((self._clock, pages[::-1].tolist()))
+        self._num_queued += len(pages)
         self.num_retained += len(pages)
-        if len(self._queue) > 2 * self.num_pages:
+        if self._num_queued > 2 * self.num_pages:
             self._compact()
 
     def _is_current(self, page: int, clock: int) -> bool:
@@ -143,6 +147,7 @@ class PagePool:
     def _compact(self) -> None:
         """Drop entries of the queue that were taken up again, so that it stays bounded."""
         old, self._queue = self._queue, deque()
+        self._num_queued = self.num_retained
         for clock, pages in old:
             current = [page for page in pages if self._is_current(page, clock)]
             if current:
@@ -153,6 +158,7 @@ class PagePool:
             clock, pages = self._queue[0]
             while pages:
                 page = pages.pop()
+                self._num_queued -= 1
                 if self._is_current(page, clock):
                     self.num_retained -= 1
                     self.num_evictions += 1
@@ -167,6 +173,8 @@ class PagePool:
         assert len(free) == len(self._free), "a page is on the free list twice"
         assert 0 not in free, "the sink page was freed"
         assert self._ref_count[0] == 0, f"the sink page has {self._ref_count[0]} holders"
+        queued = sum(len(pages) for _, pages in self._queue)
+        assert queued == self._num_queued, (queued, self._num_queued)
         retained: set[int] = set()
         for clock, pages in self._queue:
             for page in pages:

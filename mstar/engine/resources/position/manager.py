@@ -300,8 +300,9 @@ class PositionManager(Resource):
         """Return one more than the largest id; no table is read beyond what this allows."""
         if not len(ids):
             return 0
-        largest = int(ids.max())
-        if largest < self._limit and int(ids.min()) >= 0:
+        # Read without sign, an id below 0 is one far beyond the limit.
+        largest = int(ids.view(np.uint64).max())
+        if largest < self._limit:
             return largest + 1
         bad = int(np.nonzero((ids < 0) | (ids >= self._limit))[0][0])
         segment = runs.segments[bad if runs.owners is None else int(runs.owners[bad])]

@@ -1,0 +1,185 @@
+"""Bodies to requests, and everything that is wrong with bodies, without a server."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mstar.errors import RequestError
+from mstar.server.failures import ApiError
+from mstar.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ParsedRequest,
+    ProtocolRules,
+    parse,
+)
+from mstar.transport.messages import Route
+
+RULES = ProtocolRules(model_names=("tiny", "alias"))
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def chat(rules: ProtocolRules = RULES, **fields: Any) -> ParsedRequest:
+    return parse("chat", json.dumps(HELLO | fields).encode(), rules)
+
+
+def complete(**fields: Any) -> ParsedRequest:
+    return parse("completion", json.dumps({"prompt": "a"} | fields).encode(), RULES)
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    return caught.value
+
+
+def test_every_sampling_field_arrives_under_its_name() -> None:
+    numbers = {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "seed": 11,
+        "min_tokens": 2,
+        "ignore_eos": True,
+    }
+    params = chat(**numbers, max_tokens=9, stop="x", stop_token_ids=[1], logit_bias={"3": 2}).params
+    for name, value in numbers.items():
+        assert getattr(params, name) == value, name
+    assert (params.max_tokens, params.stop, params.stop_token_ids) == (9, ("x",), (1,))
+    assert params.logit_bias == {3: 2.0}
+
+
+def test_null_means_left_out() -> None:
+    nulls = dict.fromkeys(("temperature", "stop", "n", "tools", "response_format", "stream"))
+    assert chat(**nulls) == chat()
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=7).params.max_tokens == 7
+    assert chat().params.max_tokens is None
+    assert complete().params.max_tokens == 16
+
+
+def test_logprobs_are_a_flag_and_a_number_in_chats_and_a_number_in_completions() -> None:
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).params.logprobs == 4
+    assert chat(logprobs=False).params.logprobs is None
+    assert complete(logprobs=2).params.logprobs == 2
+    assert refusal(top_logprobs=2).error.param == "top_logprobs"
+
+
+def test_a_developer_is_a_system() -> None:
+    messages = [{"role": "developer", "content": "be brief"}, HELLO["messages"][0]]
+    conversation = chat(messages=messages).conversation
+    assert conversation is not None
+    assert conversation[0] == {"role": "system", "content": "be brief"}
+
+
+def test_an_assistants_message_may_be_without_content() -> None:
+    messages = [HELLO["messages"][0], {"role": "assistant", "tool_calls": [{"id": "1"}]}]
+    conversation = chat(messages=messages).conversation
+    assert conversation is not None
+    assert conversation[1] == {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+
+
+def test_continuing_a_message_opens_no_new_one() -> None:
+    assert chat().add_generation_prompt
+    continued = chat(continue_final_message=True)
+    assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
+    both = refusal(continue_final_message=True, add_generation_prompt=True)
+    assert both.error.param == "continue_final_message"
+
+
+def test_template_variables_need_trust() -> None:
+    assert refusal(chat_template_kwargs={"a": 1}).error.code == "unsupported_parameter"
+    trusting = ProtocolRules(model_names=("tiny",), trust_chat_template_kwargs=True)
+    assert chat(trusting, chat_template_kwargs={"a": 1}).template_kwargs == {"a": 1}
+
+
+def test_every_served_name_is_known_and_no_other() -> None:
+    for name in ("tiny", "alias", "", None):
+        chat(model=name)
+    error = refusal(model="gpt")
+    assert (error.status, error.error.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        {"structured_outputs": {"regex": "a"}},
+        {"guided_regex": "a"},
+        {"modalities": ["audio"]},
+        {"prompt_logprobs": 1},
+        {"echo": True},
+        {"best_of": 3},
+        {"priority": 1},
+    ],
+)
+def test_what_would_change_the_answer_is_never_ignored(fields: dict[str, Any]) -> None:
+    error = refusal(**fields)
+    assert error.status == 400
+    assert error.error.code == "unsupported_parameter"
+    assert error.error.param == next(iter(fields))
+
+
+def test_what_asks_for_nothing_is_let_through() -> None:
+    asked = chat(
+        response_format={"type": "text"}, modalities=["text"], echo=False, best_of=1, user="me"
+    )
+    assert asked.unknown_fields == []
+
+
+def test_unknown_fields_are_named_and_cut() -> None:
+    assert chat(fancy=1, **{"x" * 500: 2}).unknown_fields == ["fancy", "x" * 63 + "…"]
+
+
+def test_a_bad_number_is_the_samplers_error() -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(temperature=-1)
+    assert caught.value.param == "temperature"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "tools", "echo"}
+)
+
+
+@given(
+    route=st.sampled_from(["chat", "completion"]),
+    fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    is_sound=st.booleans(),
+)
+def test_no_json_at_all_gives_another_error_than_a_clear_one(
+    route: Route, fields: dict[str, Any], is_sound: bool
+) -> None:
+    body = (HELLO | {"prompt": "a"} if is_sound else {}) | fields
+    complaint = ""
+    try:
+        parsed = parse(route, json.dumps(body).encode(), RULES)
+    except (ApiError, RequestError) as error:
+        complaint = str(error)
+    else:
+        assert parsed.conversation or parsed.prompts
+        return
+    assert 0 < len(complaint) < 1000
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_at_all_give_another_error_than_a_clear_one(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse("chat", body, RULES)
+    assert caught.value.status == 400
