@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 
 from mstar.engine.batch import Batch, NodeOutput
-from mstar.engine.graph import Holds
 from mstar.engine.model import Model
 from mstar.engine.output import EngineStats, ErrorInfo, FinishReason, RequestOutput
 from mstar.engine.request import PreparedRequest, Request, RequestStatus
@@ -53,6 +52,8 @@ class EngineCore:
             max_model_len=min(wanted, capacity),
             num_pages=capacity // deployment.page_size,
         )
+        if deployment.cuda_graphs and deployment.device.startswith("cuda"):
+            self._runner.record()
         self.root_constants = self._constants()
         self.root = (
             fingerprint(*(part for item in self.root_constants.items() for part in item))
@@ -196,7 +197,7 @@ class EngineCore:
         return self._record(batch, result)
 
     def _record(self, batch: Batch, result: NodeOutput) -> list[RequestOutput]:
-        requests, node = batch.requests, batch.node
+        requests, node, holds = batch.requests, batch.node, self.model.holds
         for request, segment in zip(requests, batch.segments, strict=True):
             request.num_computed_tokens += segment.span
         outputs: list[RequestOutput] = []
@@ -207,7 +208,7 @@ class EngineCore:
                 outputs.append(self._fail(request, "invalid_logits", failures[place]))
                 continue
             request.finish_reason = request.append(token)
-            if request.cursor.complete(node, self._holds_for(request)):
+            if request.cursor.complete(node, holds, request):
                 self._next_walk(request)
             logprobs = None if all_logprobs is None else all_logprobs[place]
             outputs.append(
@@ -222,9 +223,6 @@ class EngineCore:
             )
         self._generation_tokens += len(outputs) - len(failures)
         return outputs
-
-    def _holds_for(self, request: Request) -> Holds:
-        return lambda name: self.model.holds(name, request)
 
     def _next_walk(self, request: Request) -> None:
         """Send the request on its next walk; end it when there is none."""

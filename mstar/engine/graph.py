@@ -10,10 +10,12 @@ Walks are values; a :class:`Cursor` is one request's place in one.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mstar.errors import ConfigError
 
-Holds = Callable[[str], bool]
+T = TypeVar("T")
+Holds = Callable[[str, T], bool]
 """Tells whether the predicate of that name holds for the request."""
 
 
@@ -147,7 +149,7 @@ class _Place(ABC):
         """Return the nodes that may be visited now."""
 
     @abstractmethod
-    def complete(self, node: str, holds: Holds) -> bool:
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         """Take note of a visit; returns whether this place was waiting for it."""
 
 
@@ -158,7 +160,7 @@ class _RunPlace(_Place):
     def ready(self) -> tuple[str, ...]:
         return () if self.is_done else self._ready
 
-    def complete(self, node: str, holds: Holds) -> bool:
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         if self.is_done or node != self._ready[0]:
             return False
         self.is_done = True
@@ -174,8 +176,8 @@ class _SequentialPlace(_Place):
     def ready(self) -> tuple[str, ...]:
         return self._place.ready()
 
-    def complete(self, node: str, holds: Holds) -> bool:
-        if self.is_done or not self._place.complete(node, holds):
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
+        if self.is_done or not self._place.complete(node, holds, request):
             return False
         if self._place.is_done:
             self._index += 1
@@ -193,9 +195,9 @@ class _ParallelPlace(_Place):
     def ready(self) -> tuple[str, ...]:
         return tuple(node for place in self._places for node in place.ready())
 
-    def complete(self, node: str, holds: Holds) -> bool:
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         for place in self._places:
-            if place.complete(node, holds):
+            if place.complete(node, holds, request):
                 self.is_done = all(place.is_done for place in self._places)
                 return True
         return False
@@ -210,13 +212,15 @@ class _LoopPlace(_Place):
     def ready(self) -> tuple[str, ...]:
         return () if self.is_done else self._place.ready()
 
-    def complete(self, node: str, holds: Holds) -> bool:
-        if self.is_done or not self._place.complete(node, holds):
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
+        if self.is_done or not self._place.complete(node, holds, request):
             return False
         if self._place.is_done:
             self._rounds += 1
             loop = self._loop
-            if self._rounds == loop.times or (loop.until is not None and holds(loop.until)):
+            if self._rounds == loop.times or (
+                loop.until is not None and holds(loop.until, request)
+            ):
                 self.is_done = True
             else:
                 self._place = loop.body._start()
@@ -231,12 +235,12 @@ class _RunLoopPlace(_RunPlace):
         self._loop = loop
         self._rounds = 0
 
-    def complete(self, node: str, holds: Holds) -> bool:
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         if self.is_done or node != self._ready[0]:
             return False
         self._rounds += 1
         loop = self._loop
-        if self._rounds == loop.times or (loop.until is not None and holds(loop.until)):
+        if self._rounds == loop.times or (loop.until is not None and holds(loop.until, request)):
             self.is_done = True
         return True
 
@@ -264,14 +268,15 @@ class Cursor:
         """Return the nodes that may be visited now; more than one inside ``Parallel``."""
         return self._place.ready()
 
-    def complete(self, node: str, holds: Holds) -> bool:
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         """Take note that ``node`` was visited; returns whether the walk is at its end.
 
         Args:
             node: One of ``ready()``.
             holds: Asked for the predicates of loops whose round this visit ends.
+            request: Whose walk it is.
         """
-        taken = self._place.complete(node, holds)
+        taken = self._place.complete(node, holds, request)
         assert taken, f"walk {self.name!r} waits for {self.ready()}, not for {node!r}"
         return self._place.is_done
 

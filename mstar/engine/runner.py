@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mstar.engine.batch import Batch, Node, NodeOutput
+from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
 from mstar.engine.request import Request
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -52,7 +53,21 @@ class Runner:
             for name in spec.nodes:
                 self._keys_of[name].append(spec.resource_key)
         self._reuse_unit = math.lcm(*(r.reuse_unit for r in self.resources.values()))
+        self._deployment = deployment
+        self._recorders: dict[str, Recorder] = {}
         self._last: tuple[Batch, NodeStep] | None = None
+
+    def record(self) -> None:
+        """Record the decode steps of every node that can be recorded, up to the most requests."""
+        deployment = self._deployment
+        sizes = decode_sizes(deployment.max_num_seqs)
+        for name, node in self._nodes.items():
+            if isinstance(node, RecordableNode):
+                resources = {key: self.resources[key] for key in self._keys_of[name]}
+                recorder = Recorder(name, node, resources, torch.device(deployment.device))
+                with torch.inference_mode():
+                    if recorder.record(sizes):
+                        self._recorders[name] = recorder
 
     def ever_fits(self, request: Request) -> Refusal | None:
         """Refuse a request that could not be served even if it were alone."""
@@ -100,12 +115,15 @@ class Runner:
         step = self._step(batch)
         keys = self._keys_of[batch.node]
         with torch.inference_mode():
-            plans: dict[str, Any] = {}
-            for key in keys:
-                plans[key] = self.resources[key].plan(
-                    step.segments_of(key), step.resources[key], plans
-                )
-            output = self._nodes[batch.node].forward(batch, plans)
+            recorder = self._recorders.get(batch.node)
+            output = None if recorder is None else recorder.run(batch, step)
+            if output is None:
+                plans: dict[str, Any] = {}
+                for key in keys:
+                    plans[key] = self.resources[key].plan(
+                        step.segments_of(key), step.resources[key], plans
+                    )
+                output = self._nodes[batch.node].forward(batch, plans)
             for key in keys:
                 self.resources[key].commit(step.segments_of(key), step.resources[key])
         return output

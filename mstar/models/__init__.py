@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mstar.engine.model import Model
 from mstar.errors import ConfigError, UnsupportedError
+from mstar.models.memory import use_huge_pages
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "mstar.models.decoder",
@@ -56,7 +57,8 @@ def load_model(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}"
         )
     is_dummy = load_format == "dummy"
-    checkpoint = open_dummy(name) if is_dummy else open_checkpoint(name)
+    target = torch.device(device)
+    checkpoint = open_dummy(name, target) if is_dummy else open_checkpoint(name)
     architecture = checkpoint.architecture
     module = ARCHITECTURES.get(architecture)
     if module is None:
@@ -66,13 +68,14 @@ def load_model(
             f"{nearest[0]} (all: {', '.join(ARCHITECTURES)})"
         )
     if dtype == "auto":
-        own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-        dtype = own if own in DTYPES else "bfloat16"
+        dtype = checkpoint.own_dtype
     model: Model = importlib.import_module(module).load(
         checkpoint,
         name=name,
         dtype=getattr(torch, dtype),
-        device=torch.device(device),
+        device=target,
         progress=progress,
     )
+    if target.type == "cpu":
+        use_huge_pages()
     return model, dtype

@@ -1,6 +1,7 @@
 """A model's checkpoint, whichever way it is stored: configuration, tensors and content name."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors as they are stored."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def own_dtype(self) -> str:
+        """Name of the dtype to compute in: the config's, or else one that holds what is stored."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        if named in ("float32", "bfloat16", "float16"):
+            return str(named)
+        num_values = sum(prod(tensor.shape) for tensor in self._tensors.values())
+        is_wide = num_values > 0 and self.nbytes >= 4 * num_values
+        return "float32" if is_wide else "bfloat16"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mstar.engine.batch import Batch, Node, NodeOutput
+from mstar.engine.batch import Batch, NodeOutput
+from mstar.engine.capture import RecordableNode
 from mstar.engine.resources.attention.base import AttentionPlan
 from mstar.engine.resources.attention.config import (
     AttentionConfig,
@@ -55,7 +56,7 @@ class _Layer:
     mlp_out_norm: RMSNorm | None
 
 
-class DecoderNode(Node):
+class DecoderNode(RecordableNode):
     """Embedding, layers and output head of a decoder-only transformer."""
 
     def __init__(
@@ -99,14 +100,23 @@ class DecoderNode(Node):
         """Compute the step and sample."""
         kv: KVPlan = plans["kv"]
         ids = torch.from_numpy(batch.token_ids()).to(self._embedding.device, non_blocking=True)
-        hidden = self.hidden(ids, kv, plans["position"], plans["attention"])
+        rows = None
+        if len(batch.yielding) != len(ids):
+            last = kv.qo_indptr[1:][list(batch.yielding)] - 1
+            rows = torch.from_numpy(last).to(ids.device)
+        hidden = self.hidden(ids, kv, plans["position"], plans["attention"], rows)
         if not batch.yielding:
             return NodeOutput(token_ids=())
-        if len(batch.yielding) != len(hidden):
-            last = kv.qo_indptr[1:][list(batch.yielding)] - 1
-            hidden = hidden[torch.from_numpy(last).to(hidden.device)]
+        return self.finish(batch, self.logits(hidden), plans)
+
+    def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
+        """Return the logits behind every token."""
+        return self.logits(self.hidden(ids, plans["kv"], plans["position"], plans["attention"]))
+
+    def finish(self, batch: Batch, rows: Tensor, plans: Mapping[str, Any]) -> NodeOutput:
+        """Sample from logits."""
         sampler: SamplerPlan = plans["sampler"]
-        sampled = sampler.sample(self.logits(hidden))
+        sampled = sampler.sample(rows)
         return NodeOutput(
             token_ids=sampled.token_ids.tolist(),
             logprobs=sampled.logprobs,
@@ -114,9 +124,26 @@ class DecoderNode(Node):
         )
 
     def hidden(
-        self, ids: Tensor, kv: KVPlan, position: PositionPlan, attention: AttentionPlan
+        self,
+        ids: Tensor,
+        kv: KVPlan,
+        position: PositionPlan,
+        attention: AttentionPlan,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the last layer's output ``[num_tokens, hidden_size]`` and write the KV."""
+        """Write the KV of all tokens and return the last layer's output.
+
+        Args:
+            ids: int64 ``[num_tokens]``.
+            kv: Where the tokens are written.
+            position: Their positions.
+            attention: What they attend to.
+            rows: int64 ``[num_rows]``, the tokens whose output is wanted; ``None``: all. The rest
+                need no more of the last layer than their KV.
+
+        Returns:
+            ``[num_rows, hidden_size]``.
+        """
         num_heads = self._config.num_heads
         num_rotated = num_heads + self._config.num_kv_heads
         shape = (len(ids), num_rotated + self._config.num_kv_heads, self._config.head_dim)
@@ -133,7 +160,10 @@ class DecoderNode(Node):
                     qkv[:, num_heads:num_rotated].contiguous()
                 )
             query = rotate_and_store(qkv, num_heads, position, kv, index)
-            out = layer.output(attention.run(index, query).flatten(1))
+            attended = attention.run(index, query).flatten(1)
+            if rows is not None and layer is self._layers[-1]:
+                attended, x = attended[rows], x[rows]
+            out = layer.output(attended)
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
             out = layer.down(gated(layer.gate_up(layer.mlp_norm.add(x, out)), activation))
@@ -218,10 +248,7 @@ def _specs(
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 scale=config.attention_scale,
-                layers=tuple(
-                    LayerAttention(window=window, soft_cap=config.attention_soft_cap)
-                    for window in config.windows
-                ),
+                layers=tuple(LayerAttention(window=window) for window in config.windows),
             ),
         ),
         SamplerSpec(
@@ -251,7 +278,7 @@ def load(
     config = decoder_config(checkpoint.config, checkpoint.architecture)
     if checkpoint.freq_factors is not None:
         factors = tuple(checkpoint.freq_factors.tolist())
-        rope = tuple(r and replace(r, freq_factors=factors) for r in config.rope)
+        rope = tuple(replace(params, freq_factors=factors) for params in config.rope)
         config = replace(config, rope=rope)
     weights = _Weights(checkpoint, config, dtype, device)
     embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -261,8 +288,8 @@ def load(
         if progress is not None:
             progress(index + 1, config.num_layers)
     norm = weights.norm("model.norm.weight", config.hidden_size)
-    if config.is_tied:
-        weights.skip("lm_head.weight")
+    # A head that is stored counts even where the config ties it: the reference does it so too.
+    if config.is_tied and "lm_head.weight" not in checkpoint:
         head = Linear(embedding)
     else:
         head = Linear(weights.take("lm_head.weight", config.vocab_size, config.hidden_size))
@@ -296,9 +323,6 @@ class _Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         self._left.discard(name)
         return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
-
-    def skip(self, name: str) -> None:
-        self._left.discard(name)
 
     def norm(self, name: str, width: int) -> RMSNorm:
         return RMSNorm(

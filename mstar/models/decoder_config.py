@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from mstar.engine.resources.position.config import RopeParams
@@ -14,6 +15,11 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
 }
+_GEMMA3 = "Gemma3ForCausalLM"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_HEAD_DIMS = {"Qwen3ForCausalLM": 128, _GEMMA3: 256}
+"""What the families whose heads are no share of the hidden size take when nothing is said."""
+_WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +41,8 @@ class DecoderConfig:
     is_tied: bool
     """The output head is the embedding."""
     attention_scale: float
-    rope: tuple[RopeParams | None, ...]
-    """One a layer; ``None``: the layer does not rotate."""
+    rope: tuple[RopeParams, ...]
+    """One a layer."""
     windows: tuple[int | None, ...]
     """One a layer: slots a query sees, itself included; ``None``: all."""
     has_qkv_bias: bool = False
@@ -48,7 +54,6 @@ class DecoderConfig:
     has_norm_offset: bool = False
     """Norm weights are stored as the factor minus one."""
     embedding_scale: float = 1.0
-    attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
 
 
@@ -67,14 +72,9 @@ def decoder_config(config: Mapping[str, Any], architecture: str) -> DecoderConfi
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
-    head_dim = fields.integer("head_dim", 0) or hidden // heads
-    activation = fields.text("hidden_act", fields.text("hidden_activation", "silu"))
-    if architecture.startswith("Gemma3"):
-        activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation {activation!r} is not built; known are {', '.join(_ACTIVATIONS)}"
-        )
+    head_dim = fields.integer("head_dim", _HEAD_DIMS.get(architecture, hidden // heads))
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError("partial_rotary_factor is not built for these architectures")
     shape: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": fields.integer("vocab_size"),
@@ -86,18 +86,24 @@ def decoder_config(config: Mapping[str, Any], architecture: str) -> DecoderConfi
         "intermediate_size": fields.integer("intermediate_size"),
         "max_position": fields.integer("max_position_embeddings"),
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "activation": _ACTIVATIONS[activation],
-        "is_tied": fields.flag("tie_word_embeddings", architecture.startswith("Gemma3")),
+        "is_tied": fields.flag("tie_word_embeddings", architecture == _GEMMA3),
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * num_layers,
     }
-    shape["rope"] = (_rope(fields, None),) * num_layers
     return DecoderConfig(**shape | FAMILIES[architecture](fields, shape))
+
+
+def _common(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
+    """Return what all but Gemma read alike."""
+    return {
+        "activation": _activation(fields.text("hidden_act", "silu")),
+        "rope": (_rope(fields),) * shape["num_layers"],
+    }
 
 
 def _llama(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
-    return {
+    return _common(fields, shape) | {
         "has_qkv_bias": bias,
         "has_output_bias": bias,
         "has_mlp_bias": fields.flag("mlp_bias", False),
@@ -105,16 +111,19 @@ def _llama(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
-    return {"windows": (fields.integer("sliding_window", 0) or None,) * shape["num_layers"]}
+    return _common(fields, shape) | {"windows": (fields.window(),) * shape["num_layers"]}
 
 
 def _qwen2(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
-    return {"has_qkv_bias": True, "windows": _qwen_windows(fields, shape["num_layers"])}
+    return _common(fields, shape) | {
+        "has_qkv_bias": True,
+        "windows": _qwen_windows(fields, shape["num_layers"]),
+    }
 
 
 def _qwen3(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
-    return {
+    return _common(fields, shape) | {
         "has_qkv_bias": bias,
         "has_output_bias": bias,
         "has_qk_norm": True,
@@ -123,37 +132,50 @@ def _qwen3(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_windows(fields: "_Fields", num_layers: int) -> tuple[int | None, ...]:
-    window = fields.integer("sliding_window", 0) or None
-    if not fields.flag("use_sliding_window", False) or window is None:
-        return (None,) * num_layers
-    first = fields.integer("max_window_layers", num_layers)
-    kinds = fields.layer_types(
-        num_layers, lambda i: "sliding_attention" if i >= first else "full_attention"
-    )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    window = fields.window() if fields.flag("use_sliding_window", False) else None
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    kinds = fields.layer_types(num_layers, lambda i: _SLIDING if i >= first else _FULL)
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
 def _gemma3(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
+    # The reference reads this cap and does not apply it, so nobody can say what is meant.
+    for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if fields.is_set(name):
+            raise UnsupportedError(f"{name} is not built for {_GEMMA3}")
     num_layers = shape["num_layers"]
     period = fields.integer("sliding_window_pattern", 6)
-    kinds = fields.layer_types(
-        num_layers, lambda i: "sliding_attention" if (i + 1) % period else "full_attention"
-    )
-    rope = {kind: _rope(fields, kind) for kind in set(kinds)}
-    window = fields.integer("sliding_window", 4096)
+    kinds = fields.layer_types(num_layers, lambda i: _SLIDING if (i + 1) % period else _FULL)
+    window = fields.window()
+    if window is None and _SLIDING in kinds:
+        raise WeightsError("the config has sliding layers, but its 'sliding_window' is null")
+    rope = {_FULL: _gemma_rope(fields, _FULL), _SLIDING: _gemma_rope(fields, _SLIDING)}
+    bias = fields.flag("attention_bias", False)
     return {
-        "has_qkv_bias": fields.flag("attention_bias", False),
-        "has_output_bias": fields.flag("attention_bias", False),
+        "activation": _activation(fields.text("hidden_activation", "gelu_pytorch_tanh")),
+        "has_qkv_bias": bias,
+        "has_output_bias": bias,
         "has_qk_norm": True,
         "has_sandwich_norms": True,
         "has_norm_offset": True,
         "embedding_scale": shape["hidden_size"] ** 0.5,
-        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        "attention_scale": fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+        "windows": tuple(window if kind == _SLIDING else None for kind in kinds),
         "rope": tuple(rope[kind] for kind in kinds),
-        "attention_soft_cap": fields.number("attn_logit_softcapping", 0.0) or None,
-        "logit_soft_cap": fields.number("final_logit_softcapping", 0.0) or None,
+        "logit_soft_cap": (
+            fields.positive("final_logit_softcapping")
+            if fields.is_set("final_logit_softcapping")
+            else None
+        ),
     }
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise UnsupportedError(
+            f"activation {name!r} is not built; known are {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
 
 
 FAMILIES: Mapping[str, Callable[["_Fields", dict[str, Any]], dict[str, Any]]] = {
@@ -161,78 +183,114 @@ FAMILIES: Mapping[str, Callable[["_Fields", dict[str, Any]], dict[str, Any]]] = 
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
-    "Gemma3ForCausalLM": _gemma3,
+    _GEMMA3: _gemma3,
 }
 """What each architecture adds to the common fields."""
 
 
-def _rope(fields: "_Fields", kind: str | None) -> RopeParams:
-    """Return the rotation of a kind of layers, from either spelling of the config.
+def _rope(fields: "_Fields") -> RopeParams:
+    """Return the rotation that all layers share, from either spelling of the config.
 
-    Newer configs hold ``rope_parameters``, by kind of layer where kinds differ; older ones
-    ``rope_theta`` and ``rope_scaling`` at the top, and Gemma 3 its local base beside them.
+    Newer configs hold all of it in ``rope_parameters``, older ones ``rope_theta`` and
+    ``rope_scaling`` at the top.
     """
-    default_theta = 1e6 if kind == "full_attention" else 1e4
-    nested = fields.mapping("rope_parameters")
-    if kind is not None and kind in nested:
-        nested = nested[kind] or {}
-    if nested and not any(isinstance(value, Mapping) for value in nested.values()):
-        theta = nested.get("rope_theta", fields.number("rope_theta", default_theta))
-        return _scaled_rope(float(theta), nested)
-    if kind == "sliding_attention":
-        return RopeParams(rope_theta=fields.number("rope_local_base_freq", 1e4))
-    theta = fields.number("rope_theta", default_theta)
-    return _scaled_rope(theta, fields.mapping("rope_scaling"))
+    name = "rope_scaling" if fields.is_set("rope_scaling") else "rope_parameters"
+    scaling = fields.mapping(name)
+    if scaling.has_mappings:
+        raise UnsupportedError(f"{name} by kind of layer is not built for this architecture")
+    return _scaled_rope(scaling, fields.positive("rope_theta", 1e4))
 
 
-def _scaled_rope(theta: float, scaling: Mapping[str, Any]) -> RopeParams:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+def _gemma_rope(fields: "_Fields", kind: str) -> RopeParams:
+    """Return the rotation of Gemma 3's full or sliding layers, whose bases differ.
+
+    The older spelling has the base of sliding layers beside that of the full ones, which alone
+    are scaled.
+    """
+    by_kind = fields.mapping("rope_parameters")
+    if not by_kind.has_only(_FULL, _SLIDING):
+        raise WeightsError(
+            f"the config's 'rope_parameters' of {_GEMMA3} must be by kind of layer: "
+            f"{_FULL!r} and {_SLIDING!r}"
+        )
+    scaling = by_kind.mapping(kind)
+    if kind == _SLIDING:
+        return _scaled_rope(scaling, fields.positive("rope_local_base_freq", 1e4))
+    if fields.is_set("rope_scaling"):
+        scaling = scaling.updated(fields.mapping("rope_scaling"))
+    return _scaled_rope(scaling, fields.positive("rope_theta", 1e6))
+
+
+def _scaled_rope(scaling: "_Fields", theta: float) -> RopeParams:
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedError("partial_rotary_factor is not built for these architectures")
-    try:
-        if kind == "default":
-            return RopeParams(rope_theta=theta)
-        if kind == "linear":
-            return RopeParams(rope_theta=theta, rope_scale=float(scaling["factor"]))
-        if kind == "llama3":
-            return RopeParams(
-                rope_theta=theta,
-                rope_scale=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                old_context_len=int(scaling["original_max_position_embeddings"]),
-            )
-    except KeyError as missing:
-        raise WeightsError(f"rope scaling {kind!r} of the config lacks {missing}") from None
+    theta = scaling.positive("rope_theta", theta)
+    if kind == "default":
+        return RopeParams(rope_theta=theta)
+    if kind == "linear":
+        return RopeParams(rope_theta=theta, rope_scale=scaling.positive("factor"))
+    if kind == "llama3":
+        return RopeParams(
+            rope_theta=theta,
+            rope_scale=scaling.positive("factor"),
+            low_freq_factor=scaling.positive("low_freq_factor"),
+            high_freq_factor=scaling.positive("high_freq_factor"),
+            old_context_len=scaling.integer("original_max_position_embeddings"),
+        )
     raise UnsupportedError(
         f"rope scaling {kind!r} is not built; known are default, linear and llama3"
     )
 
 
 class _Fields:
-    """Typed access to a config.json; a ``null`` counts as missing."""
+    """Typed access to an object of a config.json; a ``null`` counts as missing.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Args:
+        config: The object.
+        where: What messages call it.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str = "the config") -> None:
         self._config = config
+        self._where = where
 
     def _get(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
         value = self._config.get(name)
         if value is None:
             if default is None:
-                raise WeightsError(f"the config lacks {name!r}")
+                raise WeightsError(f"{self._where} lacks {name!r}")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise WeightsError(f"the config's {name!r} is {value!r:.60}, of a wrong type")
+            raise WeightsError(f"{name!r} of {self._where} is {value!r:.60}, of a wrong type")
         return value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def is_set(self, name: str) -> bool:
+        """Tell whether the field is there and neither null, false nor an empty object."""
+        value = self._config.get(name)
+        return value is not None and value is not False and value != {}
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         value: int = self._get(name, int, default)
-        if value < 0:
-            raise WeightsError(f"the config's {name!r} is {value}; it must not be negative")
+        if value < minimum:
+            raise WeightsError(
+                f"{name!r} of {self._where} is {value}; it must be at least {minimum}"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        return float(self._get(name, (int, float), default))
+        value = float(self._get(name, (int, float), default))
+        if not 0 <= value < inf:
+            raise WeightsError(
+                f"{name!r} of {self._where} is {value}; it must be finite and not negative"
+            )
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value == 0:
+            raise WeightsError(f"{name!r} of {self._where} is 0; it must be positive")
+        return value
 
     def text(self, name: str, default: str) -> str:
         return str(self._get(name, str, default))
@@ -240,17 +298,41 @@ class _Fields:
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._get(name, bool, default))
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        value: Mapping[str, Any] = self._get(name, Mapping, {})
-        return value
+    def mapping(self, name: str) -> "_Fields":
+        return _Fields(self._get(name, Mapping, {}), f"{self._where}'s {name}")
+
+    def updated(self, other: "_Fields") -> "_Fields":
+        """Return these fields with those of ``other`` over them."""
+        return _Fields({**self._config, **other._config}, other._where)
+
+    @property
+    def has_mappings(self) -> bool:
+        return any(isinstance(value, Mapping) for value in self._config.values())
+
+    def has_only(self, *names: str) -> bool:
+        return set(self._config) <= set(names)
+
+    def window(self) -> int | None:
+        """Return the sliding window in slots; ``None`` where the config says null.
+
+        A config that says nothing means the classes' own default.
+        """
+        if "sliding_window" in self._config and self._config["sliding_window"] is None:
+            return None
+        return self.integer("sliding_window", _WINDOW)
 
     def layer_types(self, num_layers: int, rule: Callable[[int], str]) -> list[str]:
         """Return the kind of every layer, by the config's list or else by ``rule``."""
-        listed = self._config.get("layer_types")
-        if listed is None:
+        listed = self._get("layer_types", list, [])
+        if not listed:
             return [rule(i) for i in range(num_layers)]
         if len(listed) != num_layers:
             raise WeightsError(
-                f"the config's layer_types names {len(listed)} layers of {num_layers}"
+                f"'layer_types' of {self._where} names {len(listed)} layers of {num_layers}"
+            )
+        unknown = [kind for kind in listed if kind not in (_FULL, _SLIDING)]
+        if unknown:
+            raise UnsupportedError(
+                f"layer_types has {unknown[0]!r:.60}; known are {_FULL!r} and {_SLIDING!r}"
             )
         return list(listed)

@@ -23,7 +23,6 @@ class DummyCheckpoint(Checkpoint):
         path: What messages call it; a folder may hold a tokenizer.
         config: In the spelling of Hugging Face's config.json.
         seed: Decides every weight.
-        dtype: Of the tensors, a floating one.
         device: Where they are drawn.
     """
 
@@ -33,31 +32,29 @@ class DummyCheckpoint(Checkpoint):
         config: dict[str, Any],
         *,
         seed: int = 0,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(path, config=config, generation_config={}, tensors={})
         self._seed = seed
-        self._dtype = dtype
         self._device = device or torch.device("cpu")
 
     def tensor(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Draw the tensor ``name``; matrices keep the scale of what they are applied to."""
+        """Draw a float32 tensor by its name; matrices keep the scale of what they multiply."""
         assert shape is not None, f"{name}: a drawn tensor needs a shape"
         seed = self._seed ^ zlib.crc32(name.encode())
         generator = torch.Generator(self._device).manual_seed(seed)
-        drawn = torch.randn(*shape, generator=generator, dtype=self._dtype, device=self._device)
+        drawn = torch.randn(*shape, generator=generator, device=self._device)
         if len(shape) == 1:
             return drawn.mul_(0.1).add_(1)
         return drawn if "embed" in name else drawn.mul_(2 * shape[-1] ** -0.5)
 
     def fingerprint(self, cache_dir: Path | None = None) -> bytes:
         """Return the content name of weights that follow from a seed and a config."""
-        made_by = (self._seed, str(self._dtype), self._device.type)
-        return fingerprint("mstar-dummy-v1", *made_by, repr(sorted(self.config.items())))
+        config = repr(sorted(self.config.items()))
+        return fingerprint("mstar-dummy-v1", self._seed, self._device.type, config)
 
 
-def open_dummy(name: str, *, dtype: torch.dtype, device: torch.device) -> DummyCheckpoint:
+def open_dummy(name: str, device: torch.device) -> DummyCheckpoint:
     """Return drawn weights for the ``config.json`` of a folder; no other file is needed.
 
     Raises:
@@ -66,4 +63,4 @@ def open_dummy(name: str, *, dtype: torch.dtype, device: torch.device) -> DummyC
     """
     path = resolve(name)
     folder = path if path.is_dir() else path.parent
-    return DummyCheckpoint(folder, read_json(folder / "config.json"), dtype=dtype, device=device)
+    return DummyCheckpoint(folder, read_json(folder / "config.json"), device=device)

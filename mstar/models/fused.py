@@ -1,13 +1,14 @@
-"""The element-wise steps of a transformer layer: one pass each, compiled on the CPU.
+"""The element-wise steps of a transformer layer: one pass each, compiled for CPU and CUDA.
 
-Where the compiled module is missing, or for another device or dtype, torch does the same in several
-passes.
+Where the compiled module or Triton is missing, or for another device or dtype, torch does the same
+in several passes.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ def _load() -> ModuleType | None:
     """Return the compiled module, after torch so that it shares torch's OpenMP threads."""
     try:
         return importlib.import_module("mstar.models._fused")
+    except ImportError:
+        return None
+
+
+@cache
+def _load_cuda() -> ModuleType | None:
+    """Return the Triton kernels; loaded when a tensor on a CUDA device first asks for them."""
+    try:
+        return importlib.import_module("mstar.models.fused_cuda")
     except ImportError:
         return None
 
@@ -40,6 +50,14 @@ def _is_compiled(x: Tensor) -> bool:
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.is_contiguous()
     )
+
+
+def _cuda_kernels(x: Tensor) -> Any:
+    """Return the Triton kernels if they can take ``x``, else ``None``."""
+    if not x.is_cuda or not x.is_contiguous():
+        return None
+    kernels = _load_cuda()
+    return kernels if kernels is not None and x.dtype in kernels.DTYPES else None
 
 
 class RMSNorm:
@@ -77,6 +95,9 @@ class RMSNorm:
             assert added.shape == x.shape, (added.shape, x.shape)
             assert added.dtype == x.dtype, (added.dtype, x.dtype)
         if _KERNELS is None or not _is_compiled(x) or self._width > _KERNELS.MAX_WIDTH:
+            if (kernels := _cuda_kernels(x)) is not None:
+                summed: Tensor = kernels.norm(x, added, self._weight, self._eps)
+                return summed
             if added is not None:
                 x += added
             wide = functional.rms_norm(x.float(), (self._width,), self._weight, self._eps)
@@ -106,6 +127,9 @@ def gated(merged: Tensor, activation: str) -> Tensor:
         activation: ``silu``, ``gelu_tanh`` or ``gelu``.
     """
     if activation == "gelu" or _KERNELS is None or not _is_compiled(merged):
+        if activation != "gelu" and (kernels := _cuda_kernels(merged)) is not None:
+            product: Tensor = kernels.gate(merged, activation == "gelu_tanh")
+            return product
         gate, up = merged.chunk(2, -1)
         return _ACTIVATIONS[activation](gate) * up
     assert activation in _ACTIVATIONS, activation
@@ -149,6 +173,23 @@ def rotate_and_store(
         or qkv.dtype != kv.layout.dtype
         or not rotation.is_plain
     ):
+        if (
+            rotation is not None
+            and rotation.is_plain
+            and rotation.rows.shape[1] == dim
+            and qkv.dtype == kv.layout.dtype
+            and (kernels := _cuda_kernels(qkv)) is not None
+        ):
+            query: Tensor = kernels.heads(
+                qkv,
+                num_heads,
+                rotation.rows,
+                kv.keys[layer],
+                kv.values[layer],
+                kv.slots,
+                rotation.interleave,
+            )
+            return query
         qk = position.rotate_merged(qkv[:, : num_heads + num_kv_heads], layer)
         kv.write(layer, qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :])
         return qk[:, :num_heads]

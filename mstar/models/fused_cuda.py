@@ -60,7 +60,7 @@ def gate(merged: Tensor, is_tanh: bool) -> Tensor:
     return out
 
 
-def heads(  # noqa: PLR0913 - what the one launch reads and writes
+def heads(
     qkv: Tensor,
     num_heads: int,
     rows: Tensor,
@@ -102,7 +102,7 @@ def heads(  # noqa: PLR0913 - what the one launch reads and writes
 
 
 @triton.jit
-def _norm_kernel(  # noqa: PLR0913
+def _norm_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by place
     out,
     x,
     added,
@@ -135,7 +135,7 @@ def _gate_kernel(out, merged, width, IS_TANH: tl.constexpr, BLOCK: tl.constexpr)
     at = merged + row * 2 * width + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    if IS_TANH:
+    if IS_TANH:  # noqa: SIM108 - decided when it is compiled
         # (1 + tanh(z)) / 2 is the logistic function of 2z; the constant is 2 * sqrt(2 / pi).
         turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
@@ -145,7 +145,7 @@ def _gate_kernel(out, merged, width, IS_TANH: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _heads_kernel(  # noqa: PLR0913
+def _heads_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by place
     out,
     keys,
     values,

@@ -249,7 +249,7 @@ def _load_gguf(path: Path, cache_dir: Path | None) -> tuple[Tokenizer, PreTraine
 def _template(settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return a renderer of chats around an empty vocabulary, which costs no memory."""
     backend = Tokenizer(BPE())
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
 
 
 def _convert_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:

@@ -113,7 +113,7 @@ class Step:
 
 def backends() -> list[str]:
     """The backends of this machine, the compiled one once for each level it has."""
-    names = list(BACKENDS)
+    names = [name for name in BACKENDS if name != "flashinfer"]
     try:
         kernel = importlib.import_module("mstar.engine.resources.attention._paged")
     except ImportError:

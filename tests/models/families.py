@@ -72,6 +72,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "llama-mha": _made(LlamaConfig, num_key_value_heads=4),
     "llama-mqa": _made(LlamaConfig, num_key_value_heads=1),
     "llama-biases": _made(LlamaConfig, attention_bias=True, mlp_bias=True),
+    "llama-biases-gguf": _made(LlamaConfig, attention_bias=True),
     "llama-wide-heads": _made(LlamaConfig, head_dim=48),
     "llama-gelu": _made(LlamaConfig, hidden_act="gelu"),
     "llama-3.1-rope": _made(LlamaConfig, rope_parameters=_LLAMA31),
@@ -98,7 +99,18 @@ CASES: dict[str, Callable[[], Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
         }
     ),
+    "gemma3-capped": _gemma(final_logit_softcapping=1.5),
     "gemma3-period": _gemma(num_hidden_layers=7, layer_types=None),
+    # What GGUF takes for granted: every sixth layer is full, and heads are scaled by their width.
+    "gemma3-gguf": _gemma(
+        num_hidden_layers=7,
+        layer_types=None,
+        query_pre_attn_scalar=32,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
 }
 """Name to a function that makes the config."""
 
@@ -128,7 +140,9 @@ def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
                 value.copy_(noise / value.shape[1] ** 0.5)
             else:
                 gain = 1.5 if "q_proj" in name else 1.0
-                value.copy_(gain * noise if "embed" in name else gain * noise * value.shape[1] ** -0.5)
+                value.copy_(
+                    gain * noise if "embed" in name else gain * noise * value.shape[1] ** -0.5
+                )
     return model.eval().to(dtype)
 
 
@@ -141,7 +155,9 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 def reference_logits(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return transformers' logits, ``[len(prompt), vocab_size]`` each, one prompt at a time."""
     with torch.inference_mode():
-        return [model(torch.tensor([list(prompt)]), use_cache=False).logits[0] for prompt in prompts]
+        return [
+            model(torch.tensor([list(prompt)]), use_cache=False).logits[0] for prompt in prompts
+        ]
 
 
 def random_prompts(*lengths: int, vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:

@@ -18,10 +18,16 @@ from mstar.models.decoder import DecoderNode
 
 
 class Recorder(Node):
-    """A decoder that keeps the logits of all positions of each step."""
+    """A decoder that keeps the logits of each step.
 
-    def __init__(self, inner: DecoderNode) -> None:
+    Args:
+        inner: The decoder.
+        first: Position from which they are kept, by request.
+    """
+
+    def __init__(self, inner: DecoderNode, first: Mapping[str, int]) -> None:
         self._inner = inner
+        self._first = first
         self.logits: dict[str, list[Tensor]] = {}
 
     def declare(self, batch: Batch) -> NodeStep:
@@ -31,10 +37,11 @@ class Recorder(Node):
         ids = torch.from_numpy(batch.token_ids())
         kv = plans["kv"]
         hidden = self._inner.hidden(ids, kv, plans["position"], plans["attention"])
-        logits = self._inner.logits(hidden)
         rows = kv.qo_indptr.tolist()
         for i, request in enumerate(batch.requests):
-            self.logits.setdefault(request.request_id, []).append(logits[rows[i] : rows[i + 1]])
+            skipped = max(0, self._first[request.request_id] - request.num_computed_tokens)
+            kept = hidden[rows[i] : rows[i + 1]][skipped:]
+            self.logits.setdefault(request.request_id, []).append(self._inner.logits(kept))
         return NodeOutput(token_ids=())
 
 
@@ -43,6 +50,7 @@ def all_logits(
     prompts: Sequence[Sequence[int]],
     *,
     chunk: int | None = None,
+    last: int | None = None,
     deployment: Deployment | None = None,
 ) -> list[Tensor]:
     """Return ``[len(prompt), vocab_size]`` for each prompt, all computed side by side.
@@ -51,12 +59,16 @@ def all_logits(
         model: A decoder.
         prompts: Token ids.
         chunk: Tokens of each prompt in one step; ``None``: the whole prompt at once.
+        last: Only so many rows, from each prompt's end; ``None``: all.
         deployment: The numbers of the resources.
     """
     (name,) = model.nodes
     node = model.nodes[name]
     assert isinstance(node, DecoderNode)
-    recorder = Recorder(node)
+    recorder = Recorder(
+        node,
+        {str(i): max(0, len(prompt) - (last or len(prompt))) for i, prompt in enumerate(prompts)},
+    )
     deployment = deployment or small_deployment()
     runner = Runner({name: recorder}, model.specs, deployment, model.sampler_key)
     # One id past each prompt, so that no step is asked for a token.

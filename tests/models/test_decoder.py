@@ -95,9 +95,7 @@ def test_bfloat16_errs_no_more_than_the_reference_does(
     theirs = torch.cat(reference_logits(rounded, PROMPTS)).float()
     exact = torch.cat(reference_logits(rounded.float(), PROMPTS))
     found = torch.cat(
-        all_logits(
-            ours, PROMPTS, deployment=small_deployment(dtype="bfloat16", backend=backend)
-        )
+        all_logits(ours, PROMPTS, deployment=small_deployment(dtype="bfloat16", backend=backend))
     )
     assert found.dtype == torch.bfloat16
     own_error, their_error = found.float() - exact, theirs - exact

@@ -40,7 +40,7 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def gapped(x: Tensor) -> Tensor:
     """Return the same values with a gap between rows, filled with NaN."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype)
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 4), torch.nan, dtype=x.dtype)
     view = wide[..., : x.shape[-1]]
     view.copy_(x)
     return view
@@ -159,7 +159,9 @@ def test_gate_is_the_formula(
     assert found.dtype == dtype
     assert torch.equal(given, merged)
     gate, up = merged.double().chunk(2, -1)
-    assert_near(found, activated(gate, activation) * up)
+    # Relative to the gate: torch's gelu cancels in its left tail.
+    error = (found.double() - activated(gate, activation) * up).abs()
+    assert (error <= TOLERANCE[dtype] * (gate * up).abs()).all()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -81,6 +81,4 @@ def test_weight_is_not_changed_and_not_needed_afterwards() -> None:
 def test_other_dtypes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     weight, bias = values(20, 33, dtype=dtype, seed=1), values(20, dtype=dtype, seed=2)
     x = values(7, 33, dtype=dtype, seed=3)
-    torch.testing.assert_close(
-        Linear(weight, bias)(x), torch.nn.functional.linear(x, weight, bias)
-    )
+    torch.testing.assert_close(Linear(weight, bias)(x), torch.nn.functional.linear(x, weight, bias))

@@ -31,6 +31,7 @@ EMOJI_TEXT = "😀ď漢abcdefghijklmnopqrstuvwxyz"
 """What follows ``A``, one byte a token; then the model ends."""
 
 START_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 
 
 @dataclass
@@ -83,15 +84,18 @@ class ServerProcess:
 
     def wait_for(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
         """Return the first match in the log from where the last wait ended."""
-        deadline = time.monotonic() + seconds
-        while True:
+        num_waits = 0
+        # Counted in short waits, so that a machine that stood still for a while is no failure.
+        while num_waits * _POLL_SECONDS < seconds:
             try:
-                line = self._fresh.get(timeout=max(0.01, deadline - time.monotonic()))
+                line = self._fresh.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                raise AssertionError(f"no {pattern!r} in {seconds} s:\n{self.log}") from None
+                num_waits += 1
+                continue
             assert line is not None, f"the server ended before {pattern!r}:\n{self.log}"
             if found := re.search(pattern, line):
                 return found
+        raise AssertionError(f"no {pattern!r} in {seconds} s:\n{self.log}")
 
     def wait_bound(self) -> "ServerProcess":
         self.url = self.wait_for(r"mstar .* serves .* at (http://\S+)")[1]
@@ -142,8 +146,8 @@ def write_tiny_model(folder: Path) -> TinyModel:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     backend.save(str(folder / "tokenizer.json"))
     eos_id = backend.token_to_id("<end>")
@@ -267,10 +271,11 @@ def error_of(answer: Answer) -> tuple[int, dict[str, Any]]:
 
 def wait_until(check: Callable[[], bool], seconds: float = 10.0) -> None:
     """Return once ``check`` holds; fails after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, f"it did not happen in {seconds} s"
-        time.sleep(0.02)
+    for _ in range(int(seconds / _POLL_SECONDS)):
+        if check():
+            return
+        time.sleep(_POLL_SECONDS)
+    raise AssertionError(f"it did not happen in {seconds} s")
 
 
 def user(text: str) -> list[Any]:

@@ -357,7 +357,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_field_is_a_400_that_names_it_before_any_byte(
     server: ServerProcess, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
-    body = {"messages": user("hi"), "stream": True} if stream else {"messages": user("hi")}
+    body: dict[str, Any] = {"messages": user("hi"), "stream": stream}
     if "stream_options" in fields:
         body["stream"] = False
     status, error = error_of(call(server, "POST", CHAT, body | fields))
@@ -500,7 +500,7 @@ def test_health_answers_while_a_huge_prompt_is_prepared(
         model="tiny", messages=user("3"), max_tokens=1500, stream=True, temperature=0
     )
     next(iter(stream))
-    delays = []
+    delays: list[float] = []
     with ThreadPoolExecutor(1) as pool:
         huge = pool.submit(call, server, "POST", CHAT, body)
         while not huge.done() or len(delays) < 20:

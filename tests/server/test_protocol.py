@@ -21,8 +21,8 @@ RULES = ProtocolRules(model_names=("tiny", "alias"))
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def chat(rules: ProtocolRules = RULES, **fields: Any) -> ParsedRequest:
-    return parse("chat", json.dumps(HELLO | fields).encode(), rules)
+def chat(**fields: Any) -> ParsedRequest:
+    return parse("chat", json.dumps(HELLO | fields).encode(), RULES)
 
 
 def complete(**fields: Any) -> ParsedRequest:
@@ -99,7 +99,8 @@ def test_continuing_a_message_opens_no_new_one() -> None:
 def test_template_variables_need_trust() -> None:
     assert refusal(chat_template_kwargs={"a": 1}).error.code == "unsupported_parameter"
     trusting = ProtocolRules(model_names=("tiny",), trust_chat_template_kwargs=True)
-    assert chat(trusting, chat_template_kwargs={"a": 1}).template_kwargs == {"a": 1}
+    body = json.dumps(HELLO | {"chat_template_kwargs": {"a": 1}}).encode()
+    assert parse("chat", body, trusting).template_kwargs == {"a": 1}
 
 
 def test_every_served_name_is_known_and_no_other() -> None:

@@ -43,13 +43,13 @@ def test_a_step_survives_the_wire() -> None:
         ],
     )
     blob = msgspec.msgpack.encode(step)
-    decoder = msgspec.msgpack.Decoder(FromEngine)  # type: ignore[var-annotated]
+    decoder = msgspec.msgpack.Decoder(FromEngine)
     assert decoder.decode(blob) == step
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:
     blob = msgspec.msgpack.encode(StepDone())
-    decoder = msgspec.msgpack.Decoder(ToEngine)  # type: ignore[var-annotated]
+    decoder = msgspec.msgpack.Decoder(ToEngine)
     with pytest.raises(msgspec.ValidationError, match="step_done"):
         decoder.decode(blob)
 

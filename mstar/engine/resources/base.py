@@ -46,6 +46,8 @@ class Deployment:
     enable_prefix_caching: bool = True
     attention_backend: str | None = None
     """Name of the attention backend; ``None`` takes the first that refuses nothing."""
+    cuda_graphs: bool = True
+    """Record decode steps at start and replay them, where device and backend can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +139,27 @@ class Resource(ABC):
             step: What the node asks for.
             plans: Plans of the resources in ``depends_on``, by key.
         """
+
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+    ) -> Any | None:
+        """Return a plan for a recorded forward; ``None``: this resource has none for the step.
+
+        What was recorded with an earlier plan of the same ``size`` computes this step when it is
+        replayed: the tensors it reads lie where that plan's lay.
+
+        Args:
+            size: Segments that the recording has; those beyond the step's read and write what
+                belongs to nobody.
+            segments: At most ``size``, of one token each.
+            step: What the node asks for.
+            plans: As for ``plan``, from this method.
+        """
+        return None
 
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Make what the step wrote visible; the forward has finished."""

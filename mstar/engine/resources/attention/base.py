@@ -67,6 +67,15 @@ class AttentionBackend(ABC):
             is_causal: One a segment.
         """
 
+    def plan_fixed(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan | None:
+        """Return a plan of the step for a recorded forward, as ``Resource.plan_fixed`` does.
+
+        Args:
+            kv_plan: The step, filled up to the recording's number of segments.
+            is_causal: One a segment.
+        """
+        return None
+
 
 def first_slots(
     kv_plan: KVPlan, is_causal: Sequence[bool], window: int | None

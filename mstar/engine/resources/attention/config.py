@@ -9,6 +9,7 @@ from mstar.errors import ConfigError
 
 BACKENDS: dict[str, str] = {
     "paged": "mstar.engine.resources.attention.paged",
+    "flashinfer": "mstar.engine.resources.attention.flashinfer",
     "sdpa": "mstar.engine.resources.attention.sdpa",
     "eager": "mstar.engine.resources.attention.eager",
 }

@@ -64,8 +64,7 @@ class AttentionManager(Resource):
         self, segments: tuple[Segment, ...], step: ResourceStep, plans: Mapping[str, Any]
     ) -> AttentionPlan:
         """Return the step's attention; the KV cache has planned the same segments."""
-        kv_plan = plans[self.backend.config.kv_cache]
-        assert isinstance(kv_plan, KVPlan), f"{self.depends_on} planned {type(kv_plan).__name__}"
+        kv_plan = self._kv_plan(plans)
         spans = kv_plan.qo_lens.tolist()
         assert [s.span for s in segments] == spans, f"cache planned spans {spans}: {segments}"
         is_causal = step.is_causal if isinstance(step, AttentionStep) else None
@@ -73,6 +72,23 @@ class AttentionManager(Resource):
             is_causal = (True,) * len(segments)
         assert len(is_causal) == len(segments), f"{len(is_causal)} flags, {len(segments)} segments"
         return self.backend.plan(kv_plan, is_causal)
+
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+    ) -> AttentionPlan | None:
+        """Return the step's attention for a recording; only causal steps have it."""
+        if isinstance(step, AttentionStep) and not all(step.is_causal or ()):
+            return None
+        return self.backend.plan_fixed(self._kv_plan(plans), (True,) * size)
+
+    def _kv_plan(self, plans: Mapping[str, Any]) -> KVPlan:
+        kv_plan = plans[self.backend.config.kv_cache]
+        assert isinstance(kv_plan, KVPlan), f"{self.depends_on} planned {type(kv_plan).__name__}"
+        return kv_plan
 
 
 def pick_backend(

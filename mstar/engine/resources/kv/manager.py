@@ -7,12 +7,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
 from mstar.engine.resources.kv.cache import PagedKVCache
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
 from mstar.engine.resources.kv.keys import PageItem, page_items, page_key
-from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
 from mstar.engine.resources.kv.pages import PagePool
 from mstar.engine.resources.kv.prefix import PrefixIndex
 from mstar.engine.resources.kv.table import PageTable
@@ -91,6 +92,8 @@ class KVManager(Resource):
         self._streams: dict[tuple[str, str], _Stream] = {}
         self._labels: dict[str, list[str]] = {}
         self._rows: _Rows | None = None
+        self._fixed_slots: dict[int, Tensor] = {}
+        """Memory of ``KVPlan.slots`` for each size of recorded steps."""
         self._grown: list[tuple[int, int]] = []
         """Row and number of pages that the last ``admit`` took."""
 
@@ -236,6 +239,19 @@ class KVManager(Resource):
     ) -> KVPlan:
         """Return where the step's tokens are written and what they read."""
         where = self._rows_of(segments)
+        return KVPlan(
+            layout=self.layout,
+            keys=self.cache.keys,
+            values=self.cache.values,
+            qo_lens=where.qo_lens,
+            qo_indptr=where.indptr,
+            kv_lens=(where.stored + where.spans).astype(np.int32),
+            page_table=self._table.gather(where.rows),
+            slots=torch.from_numpy(self._slots(where)).to(self.layout.device, non_blocking=True),
+        )
+
+    def _slots(self, where: _Rows) -> npt.NDArray[np.int64]:
+        """Return where each new token is written, ``[num_tokens]``."""
         table, rows, stored = self._table, where.rows, where.stored
         if where.is_decode:
             owners, slots = rows, stored
@@ -245,16 +261,42 @@ class KVManager(Resource):
             slots = np.arange(len(owners)) + starts
         page_size = self.page_size
         pages = table.lookup(owners, slots // page_size).astype(np.int64)
-        flat = pages * page_size + slots % page_size
+        flat: npt.NDArray[np.int64] = pages * page_size + slots % page_size
+        return flat
+
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+    ) -> KVPlan | None:
+        """Return the plan of a decode step, filled up with segments of one slot of the sink."""
+        where = self._rows_of(segments)
+        if not where.is_decode:
+            return None
+        count = len(segments)
+        kv_lens = np.ones(size, np.int32)
+        kv_lens[:count] = where.stored + 1
+        pages = self._table.gather(where.rows)
+        page_table = np.full((size, max(pages.shape[1], 1)), SINK_PAGE, np.int32)
+        page_table[:count, : pages.shape[1]] = pages
+        flat = np.full(size, SINK_PAGE * self.page_size, np.int64)
+        flat[:count] = self._slots(where)
+        slots = self._fixed_slots.get(size)
+        if slots is None:
+            slots = torch.zeros(size, dtype=torch.int64, device=self.layout.device)
+            self._fixed_slots[size] = slots
+        slots.copy_(torch.from_numpy(flat), non_blocking=True)
         return KVPlan(
             layout=self.layout,
             keys=self.cache.keys,
             values=self.cache.values,
-            qo_lens=where.qo_lens,
-            qo_indptr=where.indptr,
-            kv_lens=(stored + where.spans).astype(np.int32),
-            page_table=table.gather(rows),
-            slots=torch.from_numpy(flat).to(self.layout.device, non_blocking=True),
+            qo_lens=np.ones(size, np.int32),
+            qo_indptr=np.arange(size + 1, dtype=np.int32),
+            kv_lens=kv_lens,
+            page_table=page_table,
+            slots=slots,
         )
 
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:

@@ -112,6 +112,8 @@ class PositionManager(Resource):
         self._row_of: dict[tuple[str, str], int] = {}
         self._labels: dict[str, list[str]] = {}
         self._runs: Runs | None = None
+        self._fixed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """Memory of ids and angles for each size of recorded steps."""
         distinct = config.distinct()
         self._layers = self._layers_of(config, distinct)
         self._tables: tuple[CosSinTable, ...] = ()
@@ -242,6 +244,47 @@ class PositionManager(Resource):
             RequestError: If an id is negative, or a counter would become so.
             UnsupportedError: If ``pos_ids`` has several axes.
         """
+        ids, end = self._ids(segments, step)
+        on_device = torch.from_numpy(ids).to(self._device)
+        angles = []
+        for table in self._tables:
+            table.reserve(end)
+            angles.append(table.rows.index_select(0, on_device))
+        return self._plan_of(on_device, angles)
+
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+    ) -> PositionPlan:
+        """Return the ids and angles of a step, filled up with position 0.
+
+        Raises:
+            ConfigError, ContextLengthError, RequestError, UnsupportedError: As ``plan`` does.
+        """
+        own, end = self._ids(segments, step)
+        ids = np.zeros(size, np.int64)
+        ids[: len(own)] = own
+        on_device, angles = self._fixed.get(size, (None, []))
+        if on_device is None:
+            on_device = torch.zeros(size, dtype=torch.int64, device=self._device)
+            angles = [table.rows.new_zeros(size, table.rows.shape[1]) for table in self._tables]
+            self._fixed[size] = (on_device, angles)
+        on_device.copy_(torch.from_numpy(ids), non_blocking=True)
+        for table, rows in zip(self._tables, angles, strict=True):
+            table.reserve(end)
+            torch.index_select(table.rows, 0, on_device, out=rows)
+        return self._plan_of(on_device, angles)
+
+    def _plan_of(self, ids: Tensor, angles: list[Tensor]) -> PositionPlan:
+        interleave, dtype = self.config.interleave, self.config.rope_dtype
+        rotations = (Rotation(rows, interleave=interleave, dtype=dtype) for rows in angles)
+        return PositionPlan(ids, tuple(rotations), self._layers)
+
+    def _ids(self, segments: tuple[Segment, ...], step: ResourceStep) -> tuple[Ints, int]:
+        """Return the step's ids, checked, and one more than the largest."""
         runs = self._runs_of(segments)
         advance = _advance_of(step, segments)
         starts = runs.starts(self._counters, advance)
@@ -250,19 +293,7 @@ class PositionManager(Resource):
         ids = runs.ids(starts)
         if isinstance(step, PositionStep) and step.pos_ids is not None:
             ids = replace_ids(ids, runs, step)
-        end = self._check_ids(ids, runs)
-        on_device = torch.from_numpy(ids).to(self._device)
-        rotations = []
-        for table in self._tables:
-            table.reserve(end)
-            rotations.append(
-                Rotation(
-                    table.rows.index_select(0, on_device),
-                    interleave=self.config.interleave,
-                    dtype=self.config.rope_dtype,
-                )
-            )
-        return PositionPlan(on_device, tuple(rotations), self._layers)
+        return ids, self._check_ids(ids, runs)
 
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Move the counters behind the step."""

@@ -448,6 +448,16 @@ class SamplerManager(Resource):
             self._planned = segments
         return self._plan
 
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+    ) -> SamplerPlan:
+        """Return what ``plan`` does: sampling comes behind what is recorded."""
+        return self.plan(segments, step, plans)
+
     def check(self) -> None:
         """Verify that streams and requests agree and that counts match the tokens."""
         named = {(request, label) for request, labels in self._labels.items() for label in labels}

@@ -87,7 +87,7 @@ def test_deployment_may_name_the_backend(name: str) -> None:
 
 
 def test_unknown_backend_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'flash'.*paged, sdpa, eager"):
+    with pytest.raises(ConfigError, match=r"'flash'.*paged, flashinfer, sdpa, eager"):
         build(attention_backend="flash")
 
 

@@ -1,0 +1,211 @@
+"""Decode and prefill of an 8B model on a CUDA device, beside the floors of the card.
+
+``python -m benchmarks.gpu`` draws random weights in the shape of Llama 3.1 8B, measures the card's
+copy bandwidth and matrix rate, and prints every time with its ratio to the floor: decode cannot
+beat reading weights and cached keys and values once a step, prefill two operations a weight and
+token.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.__main__ import table
+from mstar.engine.engine import EngineCore
+from mstar.engine.request import PreparedRequest
+from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.models import load_model
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 128001,
+}
+NUM_WEIGHTS = 8.03e9
+KV_BYTES = 2 * 32 * 8 * 128 * 2
+"""Of one token."""
+
+
+def device_ms(launch: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of one launch on the device, in ms."""
+    for _ in range(3):
+        launch()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def ceilings() -> tuple[float, float]:
+    """Return copy bandwidth (read and written) in bytes a second and bf16 operations a second."""
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() / device_ms(partial(target.copy_, source)) * 1e3
+    del source, target
+    torch.cuda.empty_cache()
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return bandwidth, 2 * 8192**3 / device_ms(lambda: a @ b) * 1e3
+
+
+class Bench:
+    """An engine with drawn weights, and the card's ceilings."""
+
+    def __init__(self, config: dict[str, Any], deployment: Deployment) -> None:
+        self.bandwidth, self.rate = ceilings()
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy "
+            f"{self.bandwidth / 1e9:,.0f} GB/s, 8192³ bf16 matmul {self.rate / 1e12:,.0f} TFLOP/s"
+        )
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            model, _ = load_model(folder, dtype="bfloat16", device="cuda", load_format="dummy")
+        torch.cuda.synchronize()
+        loaded = time.perf_counter()
+        self.core = EngineCore(model, deployment)
+        torch.cuda.synchronize()
+        print(
+            f"weights drawn in {loaded - started:.1f} s, engine built in "
+            f"{time.perf_counter() - loaded:.1f} s, "
+            f"{torch.cuda.memory_allocated() / 1e9:.1f} GB in use",
+            flush=True,
+        )
+        self._vocab_size = model.vocab_size
+        self._generator = torch.Generator().manual_seed(0)
+        self._num_requests = 0
+
+    def add(self, num_tokens: int, max_tokens: int) -> None:
+        """Queue a request of random ids that does not stop by itself."""
+        ids = torch.randint(0, self._vocab_size, (num_tokens,), generator=self._generator)
+        self._num_requests += 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.core.add_request(
+            PreparedRequest(
+                request_id=str(self._num_requests), token_ids=ids.tolist(), params=params
+            )
+        )
+
+    def drain(self) -> None:
+        """Run until there is no work."""
+        while self.core.has_work:
+            self.core.step()
+
+    def decode(self, batch: int, context: int, steps: int = 40) -> dict[str, object]:
+        """Return a row of the table: a step of ``batch`` requests at ``context`` tokens."""
+        for _ in range(batch):
+            self.add(context - steps // 2, steps + 12)
+        while len(self.core.step()) < batch:
+            pass
+        for _ in range(5):
+            self.core.step()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            assert len(self.core.step()) == batch
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - started) / steps * 1e3
+        row = self._decode_row(batch, context, wall)
+        self.drain()
+        return row
+
+    def _decode_row(self, batch: int, context: int, wall: float) -> dict[str, object]:
+        floor = (2 * NUM_WEIGHTS + batch * context * KV_BYTES) / self.bandwidth * 1e3
+        row: dict[str, object] = {
+            "what": f"decode, batch {batch}, context {context}",
+            "ms": f"{wall:.2f}",
+            "floor ms": f"{floor:.2f}",
+            "ratio": f"{wall / floor:.2f}",
+        }
+        for recorder in self.core._runner._recorders.values():
+            size = next((size for size in recorder._sizes if size >= batch), None)
+            if size is not None:
+                # The last step again: what the device alone takes, sampling left out.
+                alone = device_ms(recorder._recordings[size].graph.replay)
+                row["graph ms"] = f"{alone:.2f}"
+        return row
+
+    def prefill(self, num_tokens: int, repeats: int = 5) -> dict[str, object]:
+        """Return a row of the table: time to the first token of one prompt."""
+        times = []
+        for _ in range(repeats):
+            self.add(num_tokens, 1)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.drain()
+            times.append((time.perf_counter() - started) * 1e3)
+        wall = statistics.median(times[1:])
+        floor = 2 * NUM_WEIGHTS * num_tokens / self.rate * 1e3
+        return {
+            "what": f"prefill, {num_tokens} tokens",
+            "ms": f"{wall:.2f}",
+            "floor ms": f"{floor:.2f}",
+            "ratio": f"{wall / floor:.2f}",
+        }
+
+
+def main() -> None:
+    """Print the tables."""
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu needs a CUDA device")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--attention-backend")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
+    parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192])
+    asked = parser.parse_args()
+    bench = Bench(
+        LLAMA_8B,
+        Deployment(
+            device="cuda",
+            dtype="bfloat16",
+            max_num_seqs=max(asked.decode, default=1),
+            max_num_batched_tokens=8192,
+            max_model_len=max(*asked.prefill, asked.context + 64) + 64,
+            page_size=asked.page_size,
+            kv_cache_bytes=60 << 30,
+            enable_prefix_caching=False,
+            attention_backend=asked.attention_backend,
+            cuda_graphs=asked.cuda_graphs,
+        ),
+    )
+    rows = [bench.decode(batch, asked.context) for batch in asked.decode]
+    rows += [bench.prefill(num_tokens) for num_tokens in asked.prefill]
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""FlashInfer's paged attention on CUDA devices."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
+from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
+from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+
+_HEAD_DIMS = (64, 128, 256)
+_CAPABILITY = (8, 0)
+_WORKSPACE_BYTES = 256 << 20
+"""Room for partial results where long streams are split among processors."""
+_TENSOR_CORE_GROUP = 4
+"""Query heads a key head from which decoding on matrix units is faster."""
+
+_Int32 = npt.NDArray[np.int32]
+
+
+def _load() -> Any:
+    """Return the library, or ``None`` where it is not installed."""
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The pages of some segments; int32 tensors on the CPU."""
+
+    indptr: Tensor
+    """``[B + 1]``: a segment's first page among all."""
+    indices: Tensor
+    last_page_len: Tensor
+    """``[B]``: slots in use of each segment's last page."""
+
+    @classmethod
+    def of(cls, kv_lens: _Int32, page_table: _Int32, page_size: int) -> "_Pages":
+        """Return the pages that ``kv_lens`` slots take, each segment having at least one."""
+        counts = -(-kv_lens // page_size)
+        indptr = np.zeros(len(counts) + 1, np.int32)
+        counts.cumsum(out=indptr[1:])
+        table = page_table[:, : int(counts.max())]
+        # Boolean indexing reads row after row, which is the order that is wanted.
+        indices = table[np.arange(table.shape[1]) < counts[:, None]]
+        last_page_len = kv_lens - (counts - 1) * page_size
+        return cls(*map(torch.from_numpy, (indptr, indices, last_page_len.astype(np.int32))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Segments of one step that one kernel takes together."""
+
+    kind: str
+    """``decode``: one causal token each; ``causal``; ``full``: every query sees all slots."""
+    rows: slice | Tensor
+    """Their new tokens among all ``T``."""
+    qo_indptr: Tensor
+    """int32 ``[B + 1]`` on the CPU: a segment's first token among the group's."""
+    pages: _Pages
+
+
+def _groups(kv_plan: KVPlan, is_causal: Sequence[bool]) -> list[_Group]:
+    qo_lens = kv_plan.qo_lens
+    causal = np.asarray(is_causal, bool)
+    members = {
+        "decode": (qo_lens == 1) & causal,
+        "causal": (qo_lens > 1) & causal,
+        "full": (qo_lens > 0) & ~causal,
+    }
+    return [
+        _group(kind, kv_plan, np.flatnonzero(own)) for kind, own in members.items() if own.any()
+    ]
+
+
+def _group(kind: str, kv_plan: KVPlan, segments: npt.NDArray[np.int64]) -> _Group:
+    lens = kv_plan.qo_lens[segments]
+    qo_indptr = np.zeros(len(segments) + 1, np.int32)
+    lens.cumsum(out=qo_indptr[1:])
+    first, last = kv_plan.qo_indptr[segments[0]], kv_plan.qo_indptr[segments[-1] + 1]
+    rows: slice | Tensor = slice(int(first), int(last))
+    if last - first != qo_indptr[-1]:
+        starts = kv_plan.qo_indptr[segments] - qo_indptr[:-1]
+        index = np.arange(qo_indptr[-1]) + np.repeat(starts, lens)
+        rows = torch.from_numpy(index).to(kv_plan.layout.device)
+    pages = _Pages.of(
+        kv_plan.kv_lens[segments], kv_plan.page_table[segments], kv_plan.layout.page_size
+    )
+    return _Group(kind, rows, torch.from_numpy(qo_indptr), pages)
+
+
+class FlashInferPlan(AttentionPlan):
+    """A step's groups; a rule's kernels are planned when a layer first asks.
+
+    Args:
+        backend: Owner of the kernels, which serve one plan at a time.
+        kv_plan: The step.
+        is_causal: One a segment.
+    """
+
+    def __init__(self, backend: "Backend", kv_plan: KVPlan, is_causal: Sequence[bool]) -> None:
+        self._backend = backend
+        self._keys, self._values = kv_plan.keys, kv_plan.values
+        self._groups = _groups(kv_plan, is_causal)
+        self._planned: dict[LayerAttention, list[tuple[slice | Tensor, Any]]] = {}
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """Attend group after group."""
+        rules = self._backend.config.layers[layer]
+        planned = self._planned.get(rules)
+        if planned is None:
+            planned = self._planned[rules] = self._plan(rules)
+        query = query.contiguous()
+        cache = (self._keys[layer], self._values[layer])
+        out = torch.empty_like(query)
+        for rows, wrapper in planned:
+            if isinstance(rows, slice):
+                wrapper.run(query[rows], cache, out=out[rows])
+            else:
+                out[rows] = wrapper.run(query[rows], cache)
+        return out
+
+    def _plan(self, rules: LayerAttention) -> list[tuple[slice | Tensor, Any]]:
+        assert self._backend.is_current(self), "a plan runs after the next was made"
+        return [(group.rows, self._backend.plan_group(group, rules)) for group in self._groups]
+
+
+class FixedDecodePlan(AttentionPlan):
+    """Steps of one token in each of a fixed number of segments, one after another.
+
+    Args:
+        backend: Owner of the kernels.
+        size: Number of segments.
+        indices: int32 on the device: room for all their pages.
+    """
+
+    def __init__(self, backend: "Backend", size: int, indices: Tensor) -> None:
+        self._backend = backend
+        self.indices = indices
+        self._indptr = indices.new_zeros(size + 1)
+        self._last_page_len = indices.new_zeros(size)
+        self._wrappers: dict[LayerAttention, Any] = {}
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def fill(self, kv_plan: KVPlan) -> None:
+        """Plan a step; what was recorded of ``run`` computes this one from now on."""
+        pages = _Pages.of(kv_plan.kv_lens, kv_plan.page_table, kv_plan.layout.page_size)
+        assert len(pages.indices) <= len(self.indices), (len(pages.indices), len(self.indices))
+        self._keys, self._values = kv_plan.keys, kv_plan.values
+        self._indptr.copy_(pages.indptr, non_blocking=True)
+        self._last_page_len.copy_(pages.last_page_len, non_blocking=True)
+        self.indices[: len(pages.indices)].copy_(pages.indices, non_blocking=True)
+        backend = self._backend
+        for rules in dict.fromkeys(backend.config.layers):
+            wrapper = self._wrappers.get(rules)
+            if wrapper is None:
+                wrapper = self._wrappers[rules] = backend.decode_wrapper(
+                    (self._indptr, self.indices, self._last_page_len)
+                )
+                plan = wrapper.plan
+            else:
+                # The wrapper's own takes a millisecond for 256 segments.
+                plan = backend.fast_plan(wrapper)
+            backend.plan_decode(plan, pages, rules)
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """Attend with all segments."""
+        wrapper = self._wrappers[self._backend.config.layers[layer]]
+        out: Tensor = wrapper.run(query, (self._keys[layer], self._values[layer]))
+        return out
+
+
+class Backend(AttentionBackend):
+    """Paged decode, extend and prefill on CUDA devices.
+
+    It compiles a kernel when a kind of step first needs it, which takes up to a minute and is
+    remembered on disk.
+
+    Args:
+        config: Heads, scale and per-layer rules.
+        layout: Shape and dtype of the cache.
+    """
+
+    def __init__(self, config: AttentionConfig, layout: KVLayout) -> None:
+        super().__init__(config, layout)
+        self._library = _load()
+        assert self._library is not None, "a backend that refuses was built"
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=layout.device)
+        self._wrappers: dict[tuple[str, LayerAttention], Any] = {}
+        self._fixed: dict[int, FixedDecodePlan] = {}
+        self._current: AttentionPlan | None = None
+
+    @classmethod
+    def unsupported(cls, config: AttentionConfig, layout: KVLayout) -> list[str]:
+        """Refuse other devices, old cards, other dtypes and odd head sizes."""
+        reasons = []
+        if layout.device.type != "cuda":
+            reasons.append(f"the cache is on {layout.device}; the kernels run on CUDA devices")
+        elif (capability := torch.cuda.get_device_capability(layout.device)) < _CAPABILITY:
+            reasons.append(
+                f"the device has compute capability {capability[0]}.{capability[1]}; "
+                f"it must be at least {_CAPABILITY[0]}.{_CAPABILITY[1]}"
+            )
+        elif _load() is None:
+            reasons.append("flashinfer is not installed: pip install 'mstar-engine[gpu]'")
+        if layout.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"the cache's dtype is {layout.dtype}; it must be float16 or bfloat16")
+        if config.head_dim not in _HEAD_DIMS:
+            known = ", ".join(map(str, _HEAD_DIMS))
+            reasons.append(f"head_dim is {config.head_dim}; it must be one of {known}")
+        return reasons
+
+    def plan(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan:
+        """Group the segments by the kernel that takes them."""
+        self._current = FlashInferPlan(self, kv_plan, is_causal)
+        return self._current
+
+    def plan_fixed(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan | None:
+        """Plan a step of single causal tokens; others are refused."""
+        if not all(is_causal) or not (kv_plan.qo_lens == 1).all():
+            return None
+        size = len(kv_plan.qo_lens)
+        fixed = self._fixed.get(size)
+        if fixed is None:
+            # All sizes share the indices of the largest: only one of them runs at a time.
+            room = size * kv_plan.layout.num_pages
+            known = max((f.indices for f in self._fixed.values()), key=len, default=None)
+            if known is None or len(known) < room:
+                known = torch.zeros(room, dtype=torch.int32, device=kv_plan.layout.device)
+            fixed = self._fixed[size] = FixedDecodePlan(self, size, known)
+        fixed.fill(kv_plan)
+        return fixed
+
+    def is_current(self, plan: AttentionPlan) -> bool:
+        """Tell whether ``plan`` is the last that ``plan`` returned."""
+        return plan is self._current
+
+    def plan_group(self, group: _Group, rules: LayerAttention) -> Any:
+        """Return the wrapper that runs a group, planned."""
+        key = (group.kind, rules)
+        wrapper = self._wrappers.get(key)
+        if group.kind == "decode":
+            if wrapper is None:
+                wrapper = self._wrappers[key] = self.decode_wrapper()
+            self.plan_decode(wrapper.plan, group.pages, rules)
+            return wrapper
+        if wrapper is None:
+            # Hopper's own kernels compile for minutes, so only the plainest rule has them.
+            is_plain = rules == LayerAttention()
+            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend="auto" if is_plain else "fa2"
+            )
+            self._wrappers[key] = wrapper
+        layout, config = self.layout, self.config
+        is_causal = group.kind == "causal"
+        wrapper.plan(
+            group.qo_indptr,
+            group.pages.indptr,
+            group.pages.indices,
+            group.pages.last_page_len,
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            layout.page_size,
+            causal=is_causal,
+            sm_scale=config.scale,
+            window_left=_window_left(rules) if is_causal else -1,
+            logits_soft_cap=rules.soft_cap,
+            q_data_type=layout.dtype,
+            kv_data_type=layout.dtype,
+        )
+        return wrapper
+
+    def decode_wrapper(self, fixed: tuple[Tensor, Tensor, Tensor] | None = None) -> Any:
+        """Return a wrapper for single tokens.
+
+        Args:
+            fixed: Page offsets, pages and lengths of last pages, whose memory it is to use in
+                every step; ``None``: new memory in each.
+        """
+        indptr, indices, last_page_len = fixed or (None, None, None)
+        group = self.config.num_qo_heads // self.config.num_kv_heads
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=fixed is not None,
+            use_tensor_cores=group >= _TENSOR_CORE_GROUP,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+        )
+
+    def fast_plan(self, wrapper: Any) -> Any:
+        """Return what plans a wrapper again whose memory holds the step's pages already."""
+
+        def plan(*args: Any, **kwargs: Any) -> None:
+            self._library.decode.fast_decode_plan(
+                wrapper, *args, **kwargs, global_override_indptr_cpu=args[0]
+            )
+
+        return plan
+
+    def plan_decode(self, plan: Any, pages: _Pages, rules: LayerAttention) -> None:
+        """Call a decode wrapper's ``plan`` for segments of one token each."""
+        config, dtype = self.config, self.layout.dtype
+        plan(
+            pages.indptr,
+            pages.indices,
+            pages.last_page_len,
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.layout.page_size,
+            window_left=_window_left(rules),
+            logits_soft_cap=rules.soft_cap,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            sm_scale=config.scale,
+        )
+
+
+def _window_left(rules: LayerAttention) -> int:
+    """Return the slots that a query sees before its own; -1: all."""
+    return -1 if rules.window is None else rules.window - 1

@@ -1,0 +1,32 @@
+"""What all tests share: one torch thread, models that cost milliseconds, and no GPU by surprise."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mstar.models.decoder import DecoderModel
+from mstar.models.toy import toy_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products lose more to a second thread than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def toy() -> DecoderModel:
+    """The toy model, fresh for each test, so that a test may replace its node."""
+    return toy_model()

@@ -1,0 +1,147 @@
+"""The backends that run on a CUDA device give what the formula gives, recorded or not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mstar.engine.resources.attention.base import AttentionBackend
+from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
+from mstar.engine.resources.attention.flashinfer import Backend
+from mstar.engine.resources.attention.manager import pick_backend
+from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
+from mstar.errors import UnsupportedError
+from tests.contracts.test_attention import RAGGED, RULES, Step, shuffled
+from tests.oracles.tolerances import ATTENTION
+
+needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PLAIN = (LayerAttention(),)
+# Dtype, shape as in test_attention, rules; every kernel of a kind compiles anew for each.
+CASES = (
+    (torch.bfloat16, (8, 2, 128, 16), RULES),
+    (torch.float16, (14, 2, 64, 64), PLAIN),
+    (torch.float16, (2, 2, 64, 16), PLAIN),
+)
+
+
+def build(name: str, step: Step) -> AttentionBackend:
+    layout = replace(step.plan.layout, device=torch.device("cuda"))
+    try:
+        _, backend = pick_backend(step.config, layout, name)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    return backend
+
+
+def on_device(plan: KVPlan) -> KVPlan:
+    return replace(
+        plan,
+        layout=replace(plan.layout, device=torch.device("cuda")),
+        keys=[keys.cuda() for keys in plan.keys],
+        values=[values.cuda() for values in plan.values],
+    )
+
+
+def check(name: str, step: Step, is_causal: tuple[bool, ...]) -> None:
+    backend = build(name, step)
+    plan = backend.plan(on_device(step.plan), is_causal)
+    for layer, rules in enumerate(step.config.layers):
+        out = plan.run(layer, step.query.cuda())
+        assert out.dtype == step.query.dtype
+        error = (out.cpu().double() - step.expected(layer, is_causal)).abs().max().item()
+        assert error < ATTENTION[out.dtype], f"{name} {rules} {is_causal}: {error}"
+
+
+@pytest.mark.gpu
+@needs_device
+@pytest.mark.parametrize("name", ["flashinfer", "sdpa", "eager"])
+@pytest.mark.parametrize(("dtype", "shape", "rules"), CASES, ids=lambda x: str(x)[:30])
+def test_backend_on_a_device_gives_what_the_formula_gives(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    rules: tuple[LayerAttention, ...],
+) -> None:
+    step = Step(shuffled(sum(shape)), shape, dtype, seed=sum(shape), rules=rules)
+    check(name, step, (True,) * len(RAGGED))
+    check(name, step, (True, False, False) * 3)
+    ones = tuple((1, kv_len) for kv_len in (1, 5, 16, 17, 500, 64, 3, 128))
+    check(name, Step(ones, shape, dtype, seed=1, rules=rules), (True,) * len(ones))
+
+
+def filled_up(plan: KVPlan, size: int) -> KVPlan:
+    """The plan with segments of one slot of the sink page behind its own."""
+    count = len(plan.qo_lens)
+    table = np.full((size, plan.page_table.shape[1]), SINK_PAGE, np.int32)
+    table[:count] = plan.page_table
+    return replace(
+        plan,
+        qo_lens=np.ones(size, np.int32),
+        qo_indptr=np.arange(size + 1, dtype=np.int32),
+        kv_lens=np.append(plan.kv_lens, np.ones(size - count, np.int32)),
+        page_table=table,
+    )
+
+
+@pytest.mark.gpu
+@needs_device
+def test_recorded_decode_computes_the_step_that_was_planned_last() -> None:
+    size = 8
+    steps = [
+        Step(lens, (8, 2, 128, 16), torch.bfloat16, seed, RULES[:2])
+        for seed, lens in enumerate(
+            [((1, 9), (1, 200)), ((1, 700), (1, 1), (1, 33), (1, 64)), ((1, 16),) * 8]
+        )
+    ]
+    num_pages = max(step.plan.layout.num_pages for step in steps)
+    layout = replace(steps[0].plan.layout, num_pages=num_pages, device=torch.device("cuda"))
+    config = steps[0].config
+    if Backend.unsupported(config, layout):
+        pytest.skip(", ".join(Backend.unsupported(config, layout)))
+    backend = Backend(config, layout)
+    shape = (num_pages, *steps[0].plan.keys[0].shape[1:])
+    keys, values = (
+        [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in RULES[:2]]
+        for _ in range(2)
+    )
+    query = torch.zeros(size, 8, 128, dtype=torch.bfloat16, device="cuda")
+
+    def plan(step: Step) -> KVPlan:
+        for layer in range(2):
+            own = step.plan.keys[layer]
+            keys[layer][: len(own)] = own.nan_to_num().cuda()
+            values[layer][: len(own)] = step.plan.values[layer].nan_to_num().cuda()
+        query[: len(step.query)] = step.query.cuda()
+        return replace(filled_up(step.plan, size), layout=layout, keys=keys, values=values)
+
+    for _ in range(2):
+        fixed = backend.plan_fixed(plan(steps[0]), (True,) * size)
+        assert fixed is not None
+        fixed.run(0, query), fixed.run(1, query)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    assert fixed is not None
+    with torch.cuda.graph(graph):
+        outs = [fixed.run(layer, query) for layer in range(2)]
+    for step in (*steps, *reversed(steps)):
+        assert backend.plan_fixed(plan(step), (True,) * size) is fixed
+        graph.replay()
+        for layer, out in enumerate(outs):
+            own = out[: len(step.query)].cpu().double()
+            expected = step.expected(layer, (True,) * len(step.query))
+            assert (own - expected).abs().max().item() < ATTENTION[torch.bfloat16]
+    flags = (False, *(True,) * (size - 1))
+    assert backend.plan_fixed(plan(steps[0]), flags) is None
+
+
+def test_flashinfer_says_what_it_cannot_do_on_a_cpu() -> None:
+    config = AttentionConfig(
+        kv_cache="kv", num_qo_heads=4, num_kv_heads=2, head_dim=80, scale=1.0, layers=PLAIN
+    )
+    layout = KVLayout(1, 2, 16, 2, 80, torch.float32, torch.device("cpu"))
+    reasons = Backend.unsupported(config, layout)
+    assert [reason.split()[0] for reason in reasons] == ["the", "the", "head_dim"]
+    assert "cpu" in reasons[0]
+    assert "float32" in reasons[1]
+    assert "64, 128, 256" in reasons[2]

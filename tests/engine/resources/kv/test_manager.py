@@ -1,0 +1,443 @@
+import importlib.util
+import zlib
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from mstar.engine.resources.base import Deployment, Opening
+from mstar.engine.resources.kv.config import KVConfig, KVStep
+from mstar.engine.resources.kv.keys import chain, page_items
+from mstar.engine.resources.kv.layout import KVPlan
+from mstar.engine.resources.kv.manager import KVManager
+from mstar.engine.resources.step import Segment
+from mstar.errors import ConfigError
+
+TESTS = Path(__file__).parents[3]
+_spec = importlib.util.spec_from_file_location("oracle_prefix", TESTS / "oracles" / "prefix.py")
+assert _spec is not None
+assert _spec.loader is not None
+oracle = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oracle)
+
+PAGE_SIZE = 3
+CONFIG = KVConfig(num_layers=2, num_kv_heads=1, head_dim=2)
+STEP = KVStep()
+Spans = list[tuple[int, bytes | None]]
+
+
+def manager_of(num_pages: int, *, max_num_seqs: int = 2, reuse: bool = True) -> KVManager:
+    deployment = Deployment(
+        dtype="float64",
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_model_len=24,
+        enable_prefix_caching=reuse,
+    )
+    return KVManager("kv", CONFIG, deployment)
+
+
+def slots_of(tokens: list[int], spans: Spans) -> list[Hashable]:
+    """What fills each slot: an id, or one slot of an item."""
+    slots: list[Hashable] = []
+    for length, digest in spans:
+        for at in range(length):
+            slots.append(tokens[len(slots)] if digest is None else (at, length, digest))
+    return slots + list(tokens[len(slots) :])
+
+
+def contents(root: bytes | None, slots: list[Hashable]) -> torch.Tensor:
+    """A number for each slot that commits to all before it, ``[len(slots)]``, float64."""
+    values, state = [], zlib.crc32(repr(root).encode())
+    for slot in slots:
+        state = zlib.crc32(repr(slot).encode(), state)
+        values.append(float(state))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def prompt_keys(tokens: list[int], spans: Spans, root: bytes) -> list[bytes]:
+    slots = slots_of(tokens, spans)
+    pages = [
+        [slot for slot in slots[i : i + PAGE_SIZE] if isinstance(slot, int)]
+        for i in range(0, len(slots), PAGE_SIZE)
+    ]
+    return chain(pages, page_items(spans, PAGE_SIZE), root)
+
+
+class Stream:
+    """One open stream, and what must stand in its slots."""
+
+    def __init__(self, request_id: str, tokens: list[int], spans: Spans, root: Any) -> None:
+        self.request_id = request_id
+        self.tokens = tokens
+        self.num_prompt_tokens = len(tokens)
+        self.spans = spans
+        self.root = root
+        self.stored = 0
+        self.is_sharing = root is not None
+        self.max_len = 24
+
+    def opening(self, num_keys: int | None = None) -> Opening:
+        keys: list[bytes] = []
+        if self.root is not None:
+            prompt = self.tokens[: self.num_prompt_tokens]
+            keys = prompt_keys(prompt, self.spans, self.root)[:num_keys]
+        return Opening(
+            request_id=self.request_id,
+            tokens=self.tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            max_len=self.max_len,
+            page_keys=keys,
+            root=self.root,
+            spans=self.spans,
+        )
+
+    @property
+    def slots(self) -> list[Hashable]:
+        return slots_of(self.tokens, self.spans)
+
+    @property
+    def contents(self) -> torch.Tensor:
+        return contents(self.root, self.slots)
+
+
+def read(manager: KVManager, request_id: str) -> tuple[torch.Tensor, list[int]]:
+    """Return what a stream's stored slots hold in the last layer's values, and its pages."""
+    plan = manager.plan((Segment(request_id, "main", 0),), STEP, {})
+    length = int(plan.kv_lens[0])
+    slots = np.arange(length)
+    pages = plan.page_table[0][slots // PAGE_SIZE]
+    flat = plan.values[1].reshape(-1, 2)[:, 1]
+    full = plan.page_table[0][: length // PAGE_SIZE].tolist()
+    return flat[torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + slots % PAGE_SIZE)], full
+
+
+def write(plan: KVPlan, values: torch.Tensor) -> None:
+    for layer in range(CONFIG.num_layers):
+        rows = values[:, None, None].expand(-1, 1, 2)
+        plan.write(layer, -rows, rows)
+
+
+def run(manager: KVManager, streams: list[Stream], spans: list[int]) -> bool:
+    """Admit, plan, write and commit one step; returns whether it was admitted."""
+    segments = tuple(Segment(s.request_id, "main", n) for s, n in zip(streams, spans, strict=True))
+    if manager.admit(segments, STEP) is not None:
+        return False
+    plan = manager.plan(segments, STEP, {})
+    new = [s.contents[s.stored : s.stored + n] for s, n in zip(streams, spans, strict=True)]
+    write(plan, torch.cat(new))
+    manager.commit(segments, STEP)
+    for stream, span in zip(streams, spans, strict=True):
+        stream.stored += span
+    return True
+
+
+def opened(manager: KVManager, stream: Stream) -> int:
+    opening = stream.opening()
+    reused = manager.match(opening)
+    assert reused is not None
+    assert manager.open(opening, reused) is None
+    stream.stored = reused
+    return reused
+
+
+def test_pool_without_a_page_is_refused_with_its_numbers() -> None:
+    deployment = Deployment(kv_cache_bytes=100, page_size=16, max_model_len=16)
+    with pytest.raises(ConfigError, match="'kv' would hold 0 pages of 16 tokens"):
+        KVManager("kv", CONFIG, deployment)
+
+
+def test_pool_size_follows_from_bytes() -> None:
+    # 2 layers, keys and values, 16 slots, 1 head of 2, 4 bytes: 512 bytes a page.
+    deployment = Deployment(kv_cache_bytes=5 * 512 + 511, page_size=16, max_model_len=16)
+    manager = KVManager("kv", CONFIG, deployment)
+    assert (manager.capacity, manager.usage()) == (80, (5, 0, 0))
+    assert manager.layout.num_pages == 6
+
+
+def test_stream_that_never_fits_is_refused_for_good() -> None:
+    manager = manager_of(2)
+    stream = Stream("a", [1], [], None)
+    stream.max_len = 7
+    refusal = manager.ever_fits(stream.opening())
+    assert refusal is not None
+    assert refusal.is_permanent
+    assert "7 tokens" in refusal.reason
+    assert "3 KV pages" in refusal.reason
+    stream.max_len = 6
+    assert manager.ever_fits(stream.opening()) is None
+
+
+@pytest.mark.parametrize("length", range(1, 11))
+def test_at_least_one_token_is_always_computed(length: int) -> None:
+    manager = manager_of(8)
+    first = Stream("a", list(range(length)), [], b"root")
+    opened(manager, first)
+    assert run(manager, [first], [length])
+    again = Stream("b", list(range(length)), [], b"root")
+    assert opened(manager, again) == (length - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def test_pages_without_a_key_go_before_any_with_one() -> None:
+    manager = manager_of(4)
+    keyed, plain = Stream("a", [1, 2, 3], [], b"root"), Stream("b", [1, 2, 3], [], None)
+    for stream in (keyed, plain):
+        opened(manager, stream)
+        assert run(manager, [stream], [3])
+        manager.close(stream.request_id)
+    assert manager.usage() == (4, 0, 1)
+    other = Stream("c", list(range(9)), [], None)
+    opened(manager, other)
+    assert manager.match(Stream("d", [1, 2, 3, 4], [], b"root").opening()) == 3
+
+
+def test_duplicate_page_is_given_up_for_the_first_one() -> None:
+    manager = manager_of(8)
+    streams = [Stream(name, [1, 2, 3, 4], [], b"root") for name in "ab"]
+    for stream in streams:
+        assert opened(manager, stream) == 0
+    assert manager.usage() == (8, 4, 0)
+    assert run(manager, streams, [4, 4])
+    assert manager.usage() == (8, 3, 0)
+    (_, [first]), (_, [second]) = (read(manager, name) for name in "ab")
+    assert first == second
+    manager.check()
+
+
+def test_resumed_stream_goes_on_behind_pages_that_it_generated() -> None:
+    """Reused pages beyond the keys of the prompt once left the stream without their keys."""
+    manager = manager_of(8)
+    stream = Stream("a", [1, 2, 3, 4], [], b"root")
+    opened(manager, stream)
+    assert run(manager, [stream], [4])
+    stream.tokens += [5, 6, 7, 8, 9, 1]
+    assert run(manager, [stream], [6])
+    manager.close("a")
+    assert opened(manager, stream) == 9
+    stream.tokens += [2, 3]
+    assert run(manager, [stream], [3])
+    manager.close("a")
+    stream.tokens += [4]
+    assert opened(manager, stream) == 12
+
+
+def test_reset_under_a_running_stream_leaves_it_its_pages_and_shares_none() -> None:
+    manager = manager_of(8)
+    stream = Stream("a", list(range(5)), [], b"root")
+    opened(manager, stream)
+    assert run(manager, [stream], [5])
+    assert manager.reset() == 1
+    stream.tokens += [7] * 6
+    assert run(manager, [stream], [6])
+    torch.testing.assert_close(read(manager, "a")[0], stream.contents)
+    assert manager.match(Stream("b", stream.tokens, [], b"root").opening()) == 0
+    manager.close("a")
+    assert manager.usage() == (8, 0, 0)
+
+
+def test_step_that_is_rolled_back_gives_its_pages_back() -> None:
+    manager = manager_of(4)
+    stream = Stream("a", [1, 2, 3], [], b"root")
+    opened(manager, stream)
+    assert run(manager, [stream], [3])
+    before = manager.usage()
+    segments = (Segment("a", "main", 5),)
+    assert manager.admit(segments, STEP) is None
+    assert manager.usage() != before
+    manager.rollback(segments, STEP)
+    assert manager.usage() == before
+    manager.check()
+
+
+def test_refused_step_takes_nothing_and_says_what_is_missing() -> None:
+    manager = manager_of(2)
+    stream = Stream("a", [1, 2, 3], [], None)
+    opened(manager, stream)
+    assert run(manager, [stream], [3])
+    refusal = manager.admit((Segment("a", "main", 4),), STEP)
+    assert refusal is not None
+    assert "needs 2 more KV pages; 1 are available" in refusal.reason
+    assert manager.usage() == (2, 1, 0)
+
+
+def test_pages_of_an_item_are_shared_by_its_digest_not_by_its_ids() -> None:
+    manager = manager_of(12, max_num_seqs=8)
+    spans: Spans = [(2, None), (4, b"image"), (3, None)]
+    first = Stream("a", [1, 2, 0, 0, 0, 0, 3, 4, 5, 6], spans, b"root")
+    opened(manager, first)
+    assert run(manager, [first], [10])
+    other_ids = [1, 2, 9, 9, 9, 9, 3, 4, 5, 6]
+    assert manager.match(Stream("b", other_ids, spans, b"root").opening()) == 9
+    other: Spans = [(2, None), (4, b"photo"), (3, None)]
+    assert manager.match(Stream("c", first.tokens, other, b"root").opening()) == 0
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Streams over a small alphabet in a small pool, each slot's content checked all the time."""
+
+    @initialize(num_pages=st.integers(8, 24), reuse=st.booleans() | st.just(True))
+    def start(self, num_pages: int, reuse: bool) -> None:
+        self.manager = manager_of(num_pages, reuse=reuse)
+        self.reuse = reuse
+        self.oracle = oracle.PrefixCache(PAGE_SIZE)
+        self.streams: dict[str, Stream] = {}
+        self.preempted: list[Stream] = []
+        self.number = 0
+
+    def open(self, stream: Stream, num_keys: int | None) -> None:
+        opening = stream.opening(num_keys)
+        offered = self.manager.match(opening)
+        assert offered is not None
+        assert offered % PAGE_SIZE == 0
+        assert offered < len(stream.tokens)
+        known = self.oracle.match(stream.root, stream.slots)
+        if not self.reuse or stream.root is None:
+            assert offered == 0
+        else:
+            assert offered <= known
+            assert self.manager.pool.num_evictions or offered == known
+        before = self.manager.usage(), len(self.manager.index)
+        refusal = self.manager.open(opening, offered)
+        if refusal is not None:
+            assert (self.manager.usage(), len(self.manager.index)) == before
+            assert self.streams, f"refused though nothing runs: {refusal}"
+            return
+        stream.stored = offered
+        stream.is_sharing = stream.root is not None and self.reuse
+        self.streams[stream.request_id] = stream
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        root=st.sampled_from([b"a", b"a", b"b", None]),
+        item=st.tuples(st.integers(0, 4), st.integers(1, 5), st.sampled_from([b"x", b"y"])),
+        has_item=st.booleans(),
+        num_keys=st.none() | st.integers(0, 4),
+    )
+    def open_new(
+        self,
+        tokens: list[int],
+        root: bytes | None,
+        item: tuple[int, int, bytes],
+        has_item: bool,
+        num_keys: int | None,
+    ) -> None:
+        at, length, digest = item
+        spans: Spans = []
+        if has_item and at + length <= len(tokens):
+            spans = [(at, None), (length, digest), (len(tokens) - at - length, None)]
+        self.number += 1
+        self.open(Stream(f"r{self.number}", tokens, spans, root), num_keys)
+
+    @precondition(lambda self: self.preempted)
+    @rule()
+    def resume(self) -> None:
+        self.open(self.preempted.pop(), None)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), ends_in=st.sampled_from(["commit", "commit", "rollback"]))
+    def step(self, data: st.DataObject, ends_in: str) -> None:
+        some = [s for s in self.streams.values() if s.stored < len(s.tokens)]
+        if not some:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(some), unique=True, min_size=1))
+        spans = [data.draw(st.integers(1, len(s.tokens) - s.stored)) for s in chosen]
+        if ends_in == "rollback":
+            segments = tuple(
+                Segment(s.request_id, "main", n) for s, n in zip(chosen, spans, strict=True)
+            )
+            before = self.manager.usage(), len(self.manager.index)
+            if self.manager.admit(segments, STEP) is None:
+                self.manager.rollback(segments, STEP)
+                # What was taken may have been evicted, but none of it is held any more.
+                assert self.manager.usage()[1] == before[0][1]
+            return
+        while not run(self.manager, chosen, spans):
+            assert len(self.streams) > 1, "one stream alone was refused"
+            self.preempt()
+            spans = [n for s, n in zip(chosen, spans, strict=True) if s.request_id in self.streams]
+            chosen = [s for s in chosen if s.request_id in self.streams]
+            if not chosen:
+                return
+        for stream in chosen:
+            if stream.is_sharing:
+                self.oracle.add(stream.root, stream.slots[: stream.stored])
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
+    def generate(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Compute what is left, then one token after the other, as decoding does."""
+        stream = data.draw(st.sampled_from(list(self.streams.values())))
+        for token in [None, *tokens]:
+            if token is not None and len(stream.tokens) < stream.max_len:
+                stream.tokens.append(token)
+            left = len(stream.tokens) - stream.stored
+            if left and not run(self.manager, [stream], [left]):
+                return
+            if stream.is_sharing:
+                self.oracle.add(stream.root, stream.slots[: stream.stored])
+
+    @precondition(lambda self: self.streams)
+    @rule()
+    def preempt(self) -> None:
+        name, stream = self.streams.popitem()
+        self.manager.close(name)
+        self.preempted.append(stream)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(list(self.streams)))
+        del self.streams[name]
+        self.manager.close(name)
+        self.manager.close(name)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset()
+        self.oracle.clear()
+        for stream in self.streams.values():
+            stream.is_sharing = False
+
+    @invariant()
+    def every_slot_holds_what_its_stream_says(self) -> None:
+        pages: dict[tuple[Hashable, ...], int] = {}
+        for name, stream in getattr(self, "streams", {}).items():
+            found, full = read(self.manager, name)
+            assert len(found) == stream.stored
+            torch.testing.assert_close(found, stream.contents[: stream.stored], rtol=0, atol=0)
+            if stream.is_sharing:
+                for index, page in enumerate(full):
+                    key = (stream.root, *stream.slots[: (index + 1) * PAGE_SIZE])
+                    if key not in pages:
+                        pages[key] = page
+                    assert pages[key] == page, f"two copies of {key}"
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check()
+
+    def teardown(self) -> None:
+        for name in getattr(self, "streams", {}):
+            self.manager.close(name)
+        if hasattr(self, "manager"):
+            total, held, kept = self.manager.usage()
+            assert held == 0
+            assert kept == len(self.manager.index)
+            assert self.manager.pool.num_free == total - kept
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -1,0 +1,176 @@
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from mstar.engine.resources.kv.pages import PagePool
+
+
+def pool_of(num_pages: int) -> tuple[PagePool, list[int]]:
+    evicted: list[int] = []
+    return PagePool(num_pages, evicted.append), evicted
+
+
+def test_pages_are_numbered_from_one_and_handed_out_once() -> None:
+    pool, _ = pool_of(5)
+    assert sorted(pool.try_allocate(5) or []) == [1, 2, 3, 4, 5]
+    assert pool.try_allocate(1) is None
+    assert pool.try_allocate(0) == []
+
+
+def test_allocation_gives_all_or_nothing() -> None:
+    pool, _ = pool_of(3)
+    assert pool.try_allocate(4) is None
+    assert pool.num_free == 3
+    pool.check()
+
+
+def test_shared_page_is_free_only_when_the_last_holder_lets_go() -> None:
+    pool, _ = pool_of(2)
+    pages = pool.try_allocate(1)
+    assert pages is not None
+    pool.retain(pages)
+    pool.release(pages)
+    assert (pool.ref_count(pages[0]), pool.num_held) == (1, 1)
+    pool.release(pages)
+    assert (pool.ref_count(pages[0]), pool.num_free) == (0, 2)
+
+
+def test_pages_that_are_not_kept_go_before_any_that_is() -> None:
+    pool, evicted = pool_of(4)
+    kept, plain = pool.try_allocate(2), pool.try_allocate(2)
+    assert kept is not None
+    assert plain is not None
+    for page in kept:
+        pool.keep(page)
+    pool.release(kept)
+    pool.release(plain)
+    assert sorted(pool.try_allocate(2) or []) == sorted(plain)
+    assert evicted == []
+    assert pool.try_allocate(2) == kept[::-1]
+    assert evicted == kept[::-1]
+
+
+def test_page_that_was_taken_up_again_is_evicted_by_its_last_release() -> None:
+    pool, evicted = pool_of(3)
+    pages = pool.try_allocate(3)
+    assert pages is not None
+    for page in pages:
+        pool.keep(page)
+        pool.release([page])
+    pool.retain([pages[0]])
+    pool.release([pages[0]])
+    pool.try_allocate(3)
+    assert evicted == [pages[1], pages[2], pages[0]]
+
+
+def test_releasing_more_than_held_is_caught() -> None:
+    pool, _ = pool_of(2)
+    pages = pool.try_allocate(1)
+    assert pages is not None
+    pool.release(pages)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release(pages)
+
+
+def test_queue_stays_bounded_when_long_prefixes_are_reused_for_ever() -> None:
+    """Stale entries of a thousand-page prefix once stayed for two thousand releases each."""
+    pool, _ = pool_of(100)
+    pages = pool.try_allocate(80)
+    assert pages is not None
+    for page in pages:
+        pool.keep(page)
+    pool.release(pages)
+    for _ in range(50):
+        pool.retain(pages)
+        pool.release(pages)
+        assert sum(len(entry) for _, entry in pool._queue) <= 2 * pool.num_pages
+        pool.check()
+    assert pool.num_retained == 80
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Streams that hold pages, against counts in dictionaries and one list of idle pages."""
+
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
+        self.pool, self.evicted = pool_of(num_pages)
+        self.num_pages = num_pages
+        self.streams: list[list[int]] = []
+        self.kept: set[int] = set()
+        self.idle: list[int] = []
+        """Kept pages that nobody holds, the next to go first."""
+
+    def count(self, page: int) -> int:
+        return sum(stream.count(page) for stream in self.streams)
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        held = {page for stream in self.streams for page in stream}
+        num_free = self.num_pages - len(held) - len(self.idle)
+        before = len(self.evicted)
+        pages = self.pool.try_allocate(count)
+        if count > num_free + len(self.idle):
+            assert pages is None
+            assert len(self.evicted) == before
+            return
+        assert pages is not None
+        assert len(set(pages)) == count
+        assert not set(pages) & held
+        expected = self.idle[: max(0, count - num_free)]
+        assert self.evicted[before:] == expected
+        self.idle = self.idle[len(expected) :]
+        self.kept -= set(expected)
+        assert set(pages) & set(self.idle) == set()
+        self.streams.append(pages)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.streams) - 1))
+        pages = self.streams.pop(index)
+        self.pool.release(pages)
+        self.idle += [p for p in reversed(pages) if p in self.kept and not self.count(p)]
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        stream = data.draw(st.sampled_from(self.streams))
+        for page in stream[: data.draw(st.integers(0, 3))]:
+            self.pool.keep(page)
+            self.kept.add(page)
+
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        known = sorted({page for stream in self.streams for page in stream} | set(self.idle))
+        pages = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        self.pool.retain(pages)
+        self.idle = [page for page in self.idle if page not in pages]
+        self.streams.append(pages)
+
+    @rule()
+    def drop_kept(self) -> None:
+        assert self.pool.drop_kept() == len(self.idle)
+        self.idle, self.kept = [], set()
+
+    @invariant()
+    def books_agree(self) -> None:
+        pool: Any = getattr(self, "pool", None)
+        if pool is None:
+            return
+        pool.check()
+        held = {page for stream in self.streams for page in stream}
+        assert pool.num_held == len(held)
+        assert pool.num_retained == len(self.idle)
+        assert all(pool.ref_count(page) == self.count(page) for page in held)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,369 @@
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from mstar.engine.batch import Batch
+from mstar.engine.graph import Graph, Loop, Run, Sequential
+from mstar.engine.request import PreparedRequest, Request, RequestStatus
+from mstar.engine.resources.base import Refusal
+from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.engine.scheduler import Scheduler
+from mstar.models.base import text_graph
+
+PAGE_SIZE = 4
+
+
+class CountingGate:
+    """Pages as bare numbers: a request holds so many, and the pool has so many."""
+
+    def __init__(self, num_pages: int, reuse: int = 0) -> None:
+        self.num_pages = num_pages
+        self.reuse = reuse
+        self.held: dict[str, int] = {}
+        self.log: list[tuple[str, str]] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.num_pages - sum(self.held.values())
+
+    def open(self, request: Request) -> Refusal | None:
+        self.log.append(("open", request.request_id))
+        assert request.request_id not in self.held
+        needed = -(-len(request.tokens) // PAGE_SIZE)
+        if needed > self.num_free:
+            return Refusal("kv", f"{needed} pages of {self.num_free}")
+        self.held[request.request_id] = needed
+        request.num_computed_tokens = min(self.reuse, len(request.tokens) - 1)
+        return None
+
+    def close(self, request: Request) -> None:
+        self.log.append(("close", request.request_id))
+        del self.held[request.request_id]
+
+    def admit(self, batch: Batch) -> Refusal | None:
+        needed = {}
+        for request, segment in zip(batch.requests, batch.segments, strict=True):
+            end = request.num_computed_tokens + segment.span
+            needed[request.request_id] = -(-end // PAGE_SIZE)
+        grown = sum(max(0, n - self.held[name]) for name, n in needed.items())
+        if grown > self.num_free:
+            return Refusal("kv", f"{grown} pages of {self.num_free}")
+        for name, n in needed.items():
+            self.held[name] = max(n, self.held[name])
+        return None
+
+
+def request_of(number: int, num_prompt: int, max_tokens: int, walk: str = "prefill") -> Request:
+    return Request(
+        PreparedRequest(
+            request_id=f"r{number}", token_ids=[5] * num_prompt, params=SamplingParams()
+        ),
+        text_graph("node").cursor(walk),
+        max_len=num_prompt + max_tokens,
+        stop_token_ids=frozenset(),
+        arrival=number,
+    )
+
+
+def serve(scheduler: Scheduler, batch: Batch) -> list[Request]:
+    """Do what the engine does with a batch; returns the requests that ended."""
+    ended = []
+    for request, segment in zip(batch.requests, batch.segments, strict=True):
+        request.num_computed_tokens += segment.span
+    for index in batch.yielding:
+        request = batch.requests[index]
+        request.finish_reason = request.append(7)
+        if request.cursor.complete(batch.node, lambda _, r: r.finish_reason is not None, request):
+            if request.finish_reason is None:
+                request.cursor = text_graph("node").cursor("decode")
+            else:
+                scheduler.remove(request)
+                ended.append(request)
+    return ended
+
+
+def spans(batch: Batch | None) -> dict[str, int]:
+    assert batch is not None
+    return {segment.request_id: segment.span for segment in batch.segments}
+
+
+def test_requests_start_in_order_of_arrival_within_the_budget() -> None:
+    scheduler = Scheduler(CountingGate(100), max_num_seqs=8, max_num_batched_tokens=10)
+    for number, length in enumerate((4, 9, 3)):
+        scheduler.add(request_of(number, length, 5))
+    batch, _ = scheduler.schedule()
+    assert spans(batch) == {"r0": 4, "r1": 6}
+    assert batch is not None
+    serve(scheduler, batch)
+    batch, _ = scheduler.schedule()
+    assert spans(batch) == {"r0": 1, "r1": 3, "r2": 3}
+    assert batch is not None
+    assert batch.yielding == (0, 1, 2)
+
+
+def test_small_request_does_not_overtake_a_large_one() -> None:
+    scheduler = Scheduler(CountingGate(10), max_num_seqs=8, max_num_batched_tokens=100)
+    for number, length in enumerate((20, 24, 4)):
+        scheduler.add(request_of(number, length, 4))
+    batch, _ = scheduler.schedule()
+    assert spans(batch) == {"r0": 20}
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+
+
+def test_refused_head_of_the_queue_is_asked_again_only_when_something_was_given_back() -> None:
+    gate = CountingGate(6)
+    scheduler = Scheduler(gate, max_num_seqs=8, max_num_batched_tokens=100)
+    for number in range(2):
+        scheduler.add(request_of(number, 16, 5))
+    for _ in range(4):
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        assert not serve(scheduler, batch)
+    assert gate.log == [("open", "r0"), ("open", "r1")]
+    batch, _ = scheduler.schedule()
+    assert batch is not None
+    assert [request.request_id for request in serve(scheduler, batch)] == ["r0"]
+    assert spans(scheduler.schedule()[0]) == {"r1": 16}
+
+
+def test_youngest_goes_back_to_the_head_of_the_queue() -> None:
+    gate = CountingGate(4)
+    scheduler = Scheduler(gate, max_num_seqs=8, max_num_batched_tokens=100)
+    requests = [request_of(number, 4, 9) for number in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    for expected in (("r0", "r1", "r2", "r3"), ("r0", "r1")):
+        batch, _ = scheduler.schedule()
+        assert tuple(spans(batch)) == expected
+        assert batch is not None
+        serve(scheduler, batch)
+    assert scheduler.num_preemptions == 2
+    assert [r.status for r in requests[2:]] == [RequestStatus.WAITING] * 2
+    assert requests[2].num_computed_tokens == 0
+    assert requests[2].tokens == [5] * 4 + [7]
+    scheduler.check()
+
+
+def test_request_that_cannot_run_even_alone_is_handed_back() -> None:
+    scheduler = Scheduler(CountingGate(2), max_num_seqs=8, max_num_batched_tokens=100)
+    for number, length in enumerate((12, 4)):
+        scheduler.add(request_of(number, length, 4))
+    batch, rejected = scheduler.schedule()
+    assert [(request.request_id, refusal.reason) for request, refusal in rejected] == [
+        ("r0", "3 pages of 2")
+    ]
+    assert spans(batch) == {"r1": 4}
+    grows = Scheduler(CountingGate(1), max_num_seqs=8, max_num_batched_tokens=100)
+    grows.add(request_of(0, 4, 4))
+    first, _ = grows.schedule()
+    assert first is not None
+    serve(grows, first)
+    batch, rejected = grows.schedule()
+    assert batch is None
+    assert [request.request_id for request, _ in rejected] == ["r0"]
+    assert (grows.num_running, grows.num_waiting) == (0, 0)
+
+
+def test_decoding_batch_is_the_same_object_until_something_changes() -> None:
+    scheduler = Scheduler(CountingGate(100), max_num_seqs=2, max_num_batched_tokens=100)
+    for number in range(2):
+        scheduler.add(request_of(number, 4, 20))
+    batches = []
+    for _ in range(4):
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        serve(scheduler, batch)
+        batches.append(batch)
+    assert not batches[0].is_decode
+    assert batches[1].is_decode
+    assert batches[1] is batches[2] is batches[3]
+    late = request_of(2, 3, 3)
+    scheduler.add(late)
+    assert scheduler.schedule()[0] is batches[1]
+    scheduler.remove(batches[1].requests[0])
+    assert spans(scheduler.schedule()[0]) == {"r1": 1, "r2": 3}
+
+
+def test_nodes_take_turns_when_a_walk_goes_from_one_to_the_other() -> None:
+    """A decoding batch was once handed out again although its walk stood at another node."""
+    graph = Graph(
+        ("thinker", "talker"),
+        (("walk", Loop(Sequential(Run("thinker"), Run("talker")), times=3)),),
+    )
+    scheduler = Scheduler(CountingGate(100), max_num_seqs=2, max_num_batched_tokens=100)
+    requests = [request_of(number, 1, 20) for number in range(2)]
+    for request in requests:
+        request.cursor = graph.cursor("walk")
+        scheduler.add(request)
+    nodes = []
+    for _ in range(6):
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        nodes.append((batch.node, len(batch.requests)))
+        for request in batch.requests:
+            request.num_computed_tokens += 1
+            request.append(7)
+            request.cursor.complete(batch.node, lambda name, request: False, request)
+    assert nodes == [("thinker", 2), ("talker", 2)] * 3
+
+
+def test_requests_at_different_nodes_are_served_in_turn() -> None:
+    graph = Graph(("a", "b"), (("at a", Loop(Run("a"), times=9)), ("at b", Loop(Run("b"), times=9))))
+    scheduler = Scheduler(CountingGate(100), max_num_seqs=4, max_num_batched_tokens=100)
+    for number, walk in enumerate(("at a", "at b", "at a")):
+        request = request_of(number, 2, 20)
+        request.cursor = graph.cursor(walk)
+        scheduler.add(request)
+    served = []
+    for _ in range(6):
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        served.append(batch.node)
+        for request, segment in zip(batch.requests, batch.segments, strict=True):
+            request.num_computed_tokens += segment.span
+            request.append(7)
+            request.cursor.complete(batch.node, lambda name, request: False, request)
+    assert served == ["a", "b", "a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize("arrival", range(3))
+def test_removed_request_is_gone_wherever_it_stood(arrival: int) -> None:
+    gate = CountingGate(100)
+    scheduler = Scheduler(gate, max_num_seqs=2, max_num_batched_tokens=100)
+    requests = [request_of(number, 4, 5) for number in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule()
+    scheduler.remove(requests[arrival])
+    assert requests[arrival].status is RequestStatus.FINISHED
+    assert f"r{arrival}" not in gate.held
+    batch, _ = scheduler.schedule()
+    assert set(spans(batch)) == {"r0", "r1", "r2"} - {f"r{arrival}"}
+    scheduler.check()
+
+
+class WatchfulGate(CountingGate):
+    """Asserts the order of starts and of preemptions."""
+
+    def __init__(self, num_pages: int, reuse: int) -> None:
+        super().__init__(num_pages, reuse)
+        self.queue: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self.is_ending = False
+
+    def open(self, request: Request) -> Refusal | None:
+        head = min(self.queue.values(), key=lambda r: r.arrival)
+        assert request is head, f"{request.request_id} before {head.request_id}"
+        refusal = super().open(request)
+        if refusal is None:
+            self.running[request.request_id] = self.queue.pop(request.request_id)
+        return refusal
+
+    def close(self, request: Request) -> None:
+        super().close(request)
+        if not self.is_ending:
+            youngest = max(self.running.values(), key=lambda r: r.arrival)
+            assert request is youngest, f"{request.request_id}, not {youngest.request_id}"
+            assert len(self.running) > 1, "the last one was preempted"
+            self.queue[request.request_id] = request
+        del self.running[request.request_id]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go and are served over a pool that is too small for most of them."""
+
+    @initialize(
+        num_pages=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        reuse=st.sampled_from([0, 0, 3, 8]),
+    )
+    def start(self, num_pages: int, max_num_seqs: int, budget: int, reuse: int) -> None:
+        self.gate = WatchfulGate(num_pages, reuse)
+        self.max_num_seqs, self.budget = max_num_seqs, budget
+        self.scheduler = Scheduler(
+            self.gate, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+        self.alive: dict[str, Request] = {}
+        self.number = 0
+
+    @rule(num_prompt=st.integers(1, 30), max_tokens=st.integers(1, 20))
+    def add(self, num_prompt: int, max_tokens: int) -> None:
+        room = self.gate.num_pages * PAGE_SIZE
+        num_prompt = min(num_prompt, room - 1)
+        request = request_of(self.number, num_prompt, min(max_tokens, room - num_prompt))
+        self.number += 1
+        self.alive[request.request_id] = self.gate.queue[request.request_id] = request
+        self.scheduler.add(request)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        request = self.alive.pop(data.draw(st.sampled_from(sorted(self.alive))))
+        self.gate.is_ending = True
+        self.scheduler.remove(request)
+        self.gate.is_ending = False
+        self.gate.queue.pop(request.request_id, None)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.one_step()
+
+    def one_step(self) -> None:
+        batch, rejected = self.scheduler.schedule()
+        assert not rejected
+        if batch is None:
+            assert not self.alive
+            return
+        assert sum(segment.span for segment in batch.segments) <= self.budget
+        assert all(segment.span > 0 for segment in batch.segments)
+        assert len({request.request_id for request in batch.requests}) == len(batch.requests)
+        assert batch.is_decode == all(
+            request.num_uncomputed_tokens == 1 for request in batch.requests
+        )
+        oldest = min(self.gate.running.values(), key=lambda r: r.arrival)
+        starved = oldest not in batch.requests
+        assert not starved or len(batch.requests) == self.budget, "the oldest stands still"
+        for request, segment in zip(batch.requests, batch.segments, strict=True):
+            assert self.gate.running[request.request_id] is request
+            assert segment.span <= request.num_uncomputed_tokens
+        self.gate.is_ending = True
+        for request in serve(self.scheduler, batch):
+            del self.alive[request.request_id]
+        self.gate.is_ending = False
+
+    @invariant()
+    def books_agree(self) -> None:
+        scheduler: Any = getattr(self, "scheduler", None)
+        if scheduler is None:
+            return
+        scheduler.check()
+        assert scheduler.num_running == len(self.gate.running) <= self.max_num_seqs
+        assert scheduler.num_waiting == len(self.gate.queue)
+        assert set(self.gate.held) == set(self.gate.running)
+        assert self.gate.num_free >= 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "alive"):
+            return
+        # Each token of each request costs one step at the very most, preemptions aside.
+        bound = 200 + 60 * sum(request.max_len for request in self.alive.values())
+        steps = 0
+        while self.alive:
+            self.one_step()
+            steps += 1
+            assert steps < bound, f"{len(self.alive)} requests after {steps} steps"
+        assert self.gate.num_free == self.gate.num_pages
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

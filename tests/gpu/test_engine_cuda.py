@@ -1,0 +1,162 @@
+"""A whole engine on a CUDA device chooses tokens that the CPU in float32 finds as likely."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mstar.engine.engine import EngineCore
+from mstar.engine.output import TokenLogprobs
+from mstar.engine.request import PreparedRequest
+from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.models.decoder import load
+from mstar.models.dummy import DummyCheckpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# Error of a log-probability whose logits spread over a few units: the dtype's rounding, grown
+# by two layers.
+TOLERANCE = {"bfloat16": 0.5, "float16": 0.04, "float32": 2e-3}
+HEAD_DIM = {"bfloat16": 128, "float16": 64, "float32": 64}
+Result = list[TokenLogprobs]
+
+
+def config(head_dim: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 192,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "intermediate_size": 320,
+        "max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+        "eos_token_id": 1,
+        **changes,
+    }
+
+
+def engine(
+    device: str, dtype: str, head_dim: int, changes: dict[str, Any], **kw: Any
+) -> EngineCore:
+    checkpoint = DummyCheckpoint(Path("tiny"), config(head_dim, **changes))
+    model = load(checkpoint, name="tiny", dtype=getattr(torch, dtype), device=torch.device(device))
+    numbers = {"num_pages": 400, "max_num_seqs": 8, "max_model_len": 1024} | kw
+    return EngineCore(model, Deployment(device=device, dtype=dtype, **numbers))
+
+
+def prompts(seed: int, lens: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 192, (n,), generator=generator).tolist() for n in lens]
+
+
+def run(core: EngineCore, asked: Sequence[list[int]], **params: Any) -> list[Result]:
+    wanted = {"max_tokens": 10, "temperature": 0.0, "logprobs": 20, "ignore_eos": True} | params
+    for place, ids in enumerate(asked):
+        core.add_request(
+            PreparedRequest(
+                request_id=str(place),
+                token_ids=ids,
+                params=SamplingParams(**wanted),
+                root=core.root,
+            )
+        )
+    results: list[Result] = [[] for _ in asked]
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None, output.error
+            results[int(output.request_id)] += output.logprobs or []
+    core.check()
+    return results
+
+
+def assert_likely(
+    reference: EngineCore, asked: Sequence[list[int]], got: Sequence[Result], tolerance: float
+) -> None:
+    """Every token chosen is the best but for the tolerance, behind the same tokens."""
+    contexts = [
+        ids + [entry.token_id for entry in result[:n]]
+        for ids, result in zip(asked, got, strict=True)
+        for n in range(len(result))
+    ]
+    chosen = [entry for result in got for entry in result]
+    expected = run(reference, contexts, max_tokens=1)
+    for entry, (known,) in zip(chosen, expected, strict=True):
+        logprobs = dict(known.top)
+        assert entry.token_id in logprobs, (entry.token_id, known.top[:3])
+        assert abs(entry.logprob - logprobs[entry.token_id]) < tolerance
+        assert known.top[0][1] - logprobs[entry.token_id] < 2 * tolerance
+
+
+LENS = (5, 200, 1, 64, 17, 333, 48)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tokens_are_those_that_the_cpu_finds_likely(dtype: str, cuda_graphs: bool) -> None:
+    core = engine("cuda", dtype, HEAD_DIM[dtype], {}, cuda_graphs=cuda_graphs)
+    asked = prompts(0, LENS)
+    got = run(core, asked)
+    assert [len(result) for result in got] == [10] * len(LENS)
+    assert_likely(engine("cpu", "float32", HEAD_DIM[dtype], {}), asked, got, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Qwen3ForCausalLM", {}),
+        ("MistralForCausalLM", {"sliding_window": 40}),
+        ("Gemma3ForCausalLM", {"sliding_window": 40, "query_pre_attn_scalar": 128}),
+    ],
+)
+def test_other_families_too(architecture: str, changes: dict[str, Any]) -> None:
+    changes = {"architectures": [architecture], **changes}
+    core = engine("cuda", "bfloat16", 128, changes)
+    asked = prompts(1, LENS)
+    got = run(core, asked)
+    assert_likely(engine("cpu", "float32", 128, changes), asked, got, 2 * TOLERANCE["bfloat16"])
+
+
+def test_chunks_and_reuse_change_nothing_but_rounding() -> None:
+    core = engine("cuda", "bfloat16", 128, {}, max_num_batched_tokens=48)
+    reference = engine("cpu", "float32", 128, {})
+    asked = prompts(2, LENS)
+    for _ in range(2):
+        assert_likely(reference, asked, run(core, asked), TOLERANCE["bfloat16"])
+    assert core.stats().cached_tokens >= 200 // 16 * 16
+
+
+def test_batch_gives_what_each_request_gives_alone() -> None:
+    core = engine("cuda", "float32", 64, {}, enable_prefix_caching=False)
+    asked = prompts(3, LENS)
+    together = run(core, asked)
+    for ids, result in zip(asked, together, strict=True):
+        (alone,) = run(core, [ids])
+        assert [e.token_id for e in alone] == [e.token_id for e in result]
+
+
+def test_seeds_draw_the_same_tokens_on_the_card_as_on_the_cpu() -> None:
+    asked = prompts(4, (9, 30, 100))
+    for params in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.3}):
+        wanted = {"temperature": 0.9, "seed": 7, **params}
+        tokens = [
+            [[e.token_id for e in result] for result in run(core, asked, **wanted)]
+            for core in (engine(device, "float32", 64, {}) for device in ("cuda", "cpu"))
+        ]
+        assert tokens[0] == tokens[1], params
+
+
+def test_steps_that_do_not_fit_a_recording_run_as_they_are() -> None:
+    core = engine("cuda", "bfloat16", 128, {}, max_num_seqs=3)
+    (recorder,) = core._runner._recorders.values()
+    run(core, prompts(5, (20,)), max_tokens=4)
+    assert recorder.num_replays == 3, "the prompt is no decode step"
+    run(core, prompts(5, (20, 30, 40, 50)), max_tokens=4)
+    assert recorder.num_replays >= 6
