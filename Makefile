@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
+# Threads that wait give their core to others soon: tests run several processes at once.
+test: export GOMP_SPINCOUNT ?= 3000
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test gpu check format bench docs clean

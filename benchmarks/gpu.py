@@ -125,7 +125,8 @@ class Bench:
     def decode(self, batch: int, context: int, steps: int = 40) -> dict[str, object]:
         """Return a row of the table: a step of ``batch`` requests at ``context`` tokens."""
         for _ in range(batch):
-            self.add(context - steps // 2, steps + 12)
+            # The first of them generate while the last are still prefilled.
+            self.add(context - steps // 2, steps + 16 + batch * context // 4096)
         while len(self.core.step()) < batch:
             pass
         for _ in range(5):

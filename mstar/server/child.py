@@ -217,6 +217,9 @@ def _ignore(_: object) -> None:
 def _environment() -> dict[str, str]:
     """Return this process's environment, with this very package importable."""
     environment = dict(os.environ)
+    # A thread that waits must soon leave its core to the other processes: with libgomp's default
+    # of milliseconds, one busy neighbour made a decode step many times as long.
+    environment.setdefault("GOMP_SPINCOUNT", "3000")
     # An installed copy elsewhere must not be picked up by the children.
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

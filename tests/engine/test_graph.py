@@ -108,14 +108,20 @@ def test_any_order_of_visits_makes_the_same_visits(walk: Walk, seed: int) -> Non
 @pytest.mark.parametrize(
     ("declare", "message"),
     [
-        (lambda: Sequential(), "Sequential has no parts"),
+        (Sequential, "Sequential has no parts"),
         (lambda: Loop(Run("a")), "loop over a has no end"),
         (lambda: Loop(Run("a"), times=0), "`times` is 0"),
         (lambda: Graph(("a", "a"), ()), "node 'a' is declared twice"),
         (lambda: Graph(("a",), (("w", Run("a")), ("w", Run("a")))), "walk 'w' is declared twice"),
-        (lambda: Graph(("a",), (("w", Run("b")),)), "walk 'w' names 'b', which is no node; there are a"),
+        (
+            lambda: Graph(("a",), (("w", Run("b")),)),
+            "walk 'w' names 'b', which is no node; there are a",
+        ),
         (lambda: Graph(("a",), (), (Edge("a", "b", "x"),)), "edge 'x' .*names 'b'.*there are a"),
-        (lambda: Graph(("a",), (("w", Loop(Run("a"), until="p")),)), "walk 'w' names 'p', which is no predicate; there are none"),
+        (
+            lambda: Graph(("a",), (("w", Loop(Run("a"), until="p")),)),
+            "walk 'w' names 'p', which is no predicate; there are none",
+        ),
         (lambda: Graph(("a",), (("w", Run("a")),)).cursor("v"), "no walk 'v'; walks are w"),
     ],
 )

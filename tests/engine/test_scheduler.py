@@ -216,7 +216,9 @@ def test_nodes_take_turns_when_a_walk_goes_from_one_to_the_other() -> None:
 
 
 def test_requests_at_different_nodes_are_served_in_turn() -> None:
-    graph = Graph(("a", "b"), (("at a", Loop(Run("a"), times=9)), ("at b", Loop(Run("b"), times=9))))
+    graph = Graph(
+        ("a", "b"), (("at a", Loop(Run("a"), times=9)), ("at b", Loop(Run("b"), times=9)))
+    )
     scheduler = Scheduler(CountingGate(100), max_num_seqs=4, max_num_batched_tokens=100)
     for number, walk in enumerate(("at a", "at b", "at a")):
         request = request_of(number, 2, 20)

@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 
 from mstar.models.decoder import DecoderModel
 from mstar.models.toy import toy_model
 
 # Layers that see everything, and layers with a window that is shorter than the prompts.
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("LlamaForCausalLM", {}),
     "windowed": (
         "Gemma3ForCausalLM",

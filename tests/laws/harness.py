@@ -105,7 +105,13 @@ class Bench:
         self.answers: dict[str, Answer] = {}
 
     def add(
-        self, request_id: str, ids: Sequence[int], *, salt: str | None = None, **params: Any
+        self,
+        request_id: str,
+        ids: Sequence[int],
+        *,
+        salt: str | None = None,
+        spans: Sequence[tuple[int, bytes | None]] = (),
+        **params: Any,
     ) -> None:
         root = request_root(self.engine.root, salt)
         pages = [list(ids[i : i + PAGE_SIZE]) for i in range(0, len(ids), PAGE_SIZE)]
@@ -115,8 +121,10 @@ class Bench:
                 request_id=request_id,
                 token_ids=list(ids),
                 params=SamplingParams(**wanted),
-                page_keys=chain(pages, None, root) if root is not None else [],
+                # With items, the engine makes the keys itself.
+                page_keys=chain(pages, None, root) if root is not None and not spans else [],
                 root=root,
+                spans=list(spans),
             )
         )
         self.answers[request_id] = Answer()

@@ -24,7 +24,7 @@ def test_prompt_asked_twice_is_answered_as_when_cold(model: DecoderModel, length
         assert answer.num_cached_tokens == expected_reuse
 
 
-@pytest.mark.parametrize("shared", range(0, 14))
+@pytest.mark.parametrize("shared", range(14))
 def test_prompts_with_a_common_beginning_share_its_full_pages(
     model: DecoderModel, shared: int
 ) -> None:
@@ -39,14 +39,13 @@ def test_prompts_with_a_common_beginning_share_its_full_pages(
 
 def test_generated_pages_are_reused_by_the_next_turn(model: DecoderModel) -> None:
     bench = Bench(model)
-    history = prompt(5, 6)
+    history, reusable = prompt(5, 6), 0
     for turn in range(4):
         answer = _turn(bench, history, max_tokens=9)
         assert_same(answer, ask(model, history, max_tokens=9))
-        if turn:
-            # All of the turn before but its last token, whose KV was never computed.
-            assert answer.num_cached_tokens == (before - 1) // PAGE_SIZE * PAGE_SIZE
-        before = len(history) + 9
+        assert answer.num_cached_tokens == reusable
+        # The last token's KV is never computed.
+        reusable = (len(history) + 8) // PAGE_SIZE * PAGE_SIZE
         history = history + answer.token_ids + prompt(50 + turn, 3)
 
 
@@ -133,8 +132,8 @@ def test_any_traffic_over_a_small_pool_is_answered_as_without_reuse(
             bench.step()
         if rng.random() < 0.1:
             bench.engine.reset_prefix_cache()
-    for number, answer in bench.drain().items():
-        assert_same(answer, expected[number])
+    for name, answer in bench.drain().items():
+        assert_same(answer, expected[name])
 
 
 def test_counters_say_what_was_reused(model: DecoderModel) -> None:
@@ -146,3 +145,18 @@ def test_counters_say_what_was_reused(model: DecoderModel) -> None:
     assert (stats.prefix_queries, stats.prefix_hits) == (42, 20)
     assert (stats.prompt_tokens, stats.cached_tokens) == (42, 20)
     assert stats.generation_tokens == 24
+
+
+@pytest.mark.parametrize("at", [3, 4, 6, 8])
+def test_item_in_the_prompt_bounds_what_is_reused_to_whole_pages_before_it(
+    model: DecoderModel, at: int
+) -> None:
+    """Where an item began inside a page, slots before it once counted as computed but were not."""
+    ids = prompt(15, 20)
+    cold = ask(model, ids)
+    bench = Bench(model)
+    spans = [(at, None), (5, bytes(32)), (15 - at, None)]
+    for expected_reuse in (0, at // PAGE_SIZE * PAGE_SIZE):
+        answer = _turn(bench, ids, spans=spans)
+        assert answer.num_cached_tokens == expected_reuse
+        assert_same(answer, cold)

@@ -143,7 +143,10 @@ def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
                 value.copy_(
                     gain * noise if "embed" in name else gain * noise * value.shape[1] ** -0.5
                 )
-    return model.eval().to(dtype)
+    model.eval()
+    for value in model.parameters():
+        value.data = value.to(dtype)
+    return model
 
 
 def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -37,7 +37,7 @@ CLASSES = {
 }
 
 
-def parsed(family: str, drop: tuple[str, ...] = (), **fields: Any) -> DecoderConfig:
+def parsed(family: str, *drop: str, **fields: Any) -> DecoderConfig:
     config = {key: value for key, value in (BASE | fields).items() if key not in drop}
     return decoder_config(config, f"{family}ForCausalLM")
 
@@ -247,7 +247,7 @@ REQUIRED = tuple(BASE)
 @pytest.mark.parametrize("name", REQUIRED)
 def test_missing_field_is_named(family: str, name: str) -> None:
     with pytest.raises(WeightsError, match=f"lacks '{name}'"):
-        parsed(family, drop=(name,))
+        parsed(family, name)
     with pytest.raises(WeightsError, match=f"lacks '{name}'"):
         parsed(family, **{name: None})
 

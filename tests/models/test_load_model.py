@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mstar.engine.engine import EngineCore
+from mstar.engine.output import RequestOutput
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
@@ -45,7 +46,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def edit_config(folder: Path, drop: tuple[str, ...] = (), **fields: Any) -> None:
+def edit_config(folder: Path, *drop: str, **fields: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({key: config[key] for key in config if key not in drop}))
@@ -246,7 +247,7 @@ def test_automatic_dtype_is_the_checkpoints_own(
     expected: str,
 ) -> None:
     folder = saved("llama", tmp_path, stored)
-    edit_config(folder, drop, **fields)
+    edit_config(folder, *drop, **fields)
     assert load_model(str(folder))[1] == expected
 
 
@@ -287,13 +288,11 @@ def test_prompt_beyond_the_models_context_is_refused(tmp_path: Path) -> None:
             engine.add_request(request(length, max_tokens))
     assert not engine.has_work
     engine.add_request(request(12, None))
-    tokens = []
+    outputs: list[RequestOutput] = []
     while engine.has_work:
-        for output in engine.step():
-            tokens += output.token_ids
-            reason = output.finish_reason
-    assert len(tokens) == 4
-    assert reason == "length"
+        outputs += engine.step()
+    assert sum(len(output.token_ids) for output in outputs) == 4
+    assert outputs[-1].finish_reason == "length"
 
 
 # Broken checkpoints.

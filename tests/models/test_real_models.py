@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from mstar.engine.model import Model
 from mstar.models import load_model
@@ -85,23 +86,26 @@ def loaded(name: str) -> Pair:
     checkpoint = open_checkpoint(name)
     path = checkpoint.path
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    theirs: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with no_init_weights():
+        theirs: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     state = {tensor: halved(checkpoint, tensor).float() for tensor in checkpoint.names()}
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
-    assert config.tie_word_embeddings
-    return Pair(ours, theirs.float().eval(), checkpoint, TextTokenizer.load(path))
+    theirs.tie_weights()
+    assert torch.equal(theirs.lm_head.weight, state["model.embed_tokens.weight"])
+    theirs.float().eval()
+    return Pair(ours, theirs, checkpoint, TextTokenizer.load(path))
 
 
 def halved(checkpoint: Checkpoint, name: str) -> Tensor:
     """Return a tensor with rotated pairs in two halves, as transformers has them."""
-    value = checkpoint.tensor(name)
+    value: Tensor = checkpoint.tensor(name)
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for part, count in heads.items():
         if checkpoint.rope_interleaved and part in name:
             rows = value.unflatten(0, (checkpoint.config[count], -1, 2))
-            return rows.transpose(1, 2).reshape(value.shape)
+            value = rows.transpose(1, 2).reshape(value.shape)
     return value
 
 

@@ -68,7 +68,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 2), max_size=6).map(tuple))
     def match(self, tokens: tuple[int, ...]) -> None:
-        expected = []
+        expected: list[int] = []
         while len(expected) < len(tokens) and tokens[: len(expected) + 1] in self.pages:
             expected.append(self.pages[tokens[: len(expected) + 1]])
         assert self.index.match(self.keys(tokens)) == expected
