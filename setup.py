@@ -21,6 +21,7 @@ def extension(module: str) -> Extension:
 setup(
     ext_modules=[
         extension("mstar.engine.resources.attention._paged"),
+        extension("mstar.engine.resources.attention._flash"),
         extension("mstar.models._fused"),
     ]
 )

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from benchmarks.__main__ import table
 from mstar.engine.engine import EngineCore
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.models import load_model
 
@@ -106,14 +107,28 @@ class Bench:
         self._generator = torch.Generator().manual_seed(0)
         self._num_requests = 0
 
-    def add(self, num_tokens: int, max_tokens: int) -> None:
-        """Queue a request of random ids that does not stop by itself."""
+    def draw(self, num_tokens: int) -> list[int]:
+        """Return random ids."""
         ids = torch.randint(0, self._vocab_size, (num_tokens,), generator=self._generator)
+        drawn: list[int] = ids.tolist()
+        return drawn
+
+    def add(self, num_tokens: int, max_tokens: int) -> None:
+        """Queue a request of random ids that does not stop by itself, and reuses nothing."""
+        self._queue(self.draw(num_tokens), max_tokens)
+
+    def _queue(
+        self, ids: list[int], max_tokens: int, root: bytes | None = None, keys: Sequence[bytes] = ()
+    ) -> None:
         self._num_requests += 1
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self.core.add_request(
             PreparedRequest(
-                request_id=str(self._num_requests), token_ids=ids.tolist(), params=params
+                request_id=str(self._num_requests),
+                token_ids=ids,
+                params=params,
+                root=root,
+                page_keys=list(keys),
             )
         )
 
@@ -167,6 +182,36 @@ class Bench:
             self.drain()
             times.append((time.perf_counter() - started) * 1e3)
         wall = statistics.median(times[1:])
+        return self._prefill_row(num_tokens, wall)
+
+    def reuse(
+        self, num_shared: int, num_own: int = 32, repeats: int = 6
+    ) -> list[dict[str, object]]:
+        """Return two rows of the table: the first token behind a shared prefix, cold and warm.
+
+        The keys are made outside of what is timed, as a server's preprocessing makes them.
+        """
+        root, page_size = self.core.root, self.core.deployment.page_size
+        assert root is not None, "reuse is off"
+        shared = self.draw(num_shared)
+        times = []
+        for _ in range(repeats):
+            ids = shared + self.draw(num_own)
+            pages = [ids[i : i + page_size] for i in range(0, len(ids), page_size)]
+            keys = chain(pages, None, root)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self._queue(ids, 1, root, keys)
+            self.drain()
+            times.append((time.perf_counter() - started) * 1e3)
+        cold, warm = times[0], statistics.median(times[2:])
+        what = f"first token behind {num_shared} shared tokens"
+        return [
+            {"what": f"{what}, cold", "ms": f"{cold:.2f}"},
+            {"what": f"{what}, warm", "ms": f"{warm:.2f}", "ratio": f"{warm / cold:.3f} of cold"},
+        ]
+
+    def _prefill_row(self, num_tokens: int, wall: float) -> dict[str, object]:
         floor = 2 * NUM_WEIGHTS * num_tokens / self.rate * 1e3
         return {
             "what": f"prefill, {num_tokens} tokens",
@@ -187,6 +232,7 @@ def main() -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192])
+    parser.add_argument("--reuse", type=int, nargs="*", default=[8192])
     asked = parser.parse_args()
     bench = Bench(
         LLAMA_8B,
@@ -195,16 +241,17 @@ def main() -> None:
             dtype="bfloat16",
             max_num_seqs=max(asked.decode, default=1),
             max_num_batched_tokens=8192,
-            max_model_len=max(*asked.prefill, asked.context + 64) + 64,
+            max_model_len=max(*asked.prefill, *asked.reuse, asked.context + 256) + 256,
             page_size=asked.page_size,
             kv_cache_bytes=60 << 30,
-            enable_prefix_caching=False,
             attention_backend=asked.attention_backend,
             cuda_graphs=asked.cuda_graphs,
         ),
     )
     rows = [bench.decode(batch, asked.context) for batch in asked.decode]
     rows += [bench.prefill(num_tokens) for num_tokens in asked.prefill]
+    for num_tokens in asked.reuse:
+        rows += bench.reuse(num_tokens)
     print(table(rows))
 
 

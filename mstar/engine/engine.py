@@ -64,6 +64,7 @@ class EngineCore:
             self._runner,
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
+            has_one_node=len(model.nodes) == 1,
         )
         self._requests: dict[str, Request] = {}
         self._last_batch: Batch | None = None

@@ -232,15 +232,15 @@ class _RunLoopPlace(_RunPlace):
 
     def __init__(self, body: Run, loop: Loop) -> None:
         super().__init__(body.node)
-        self._loop = loop
+        self._node = body.node
+        self._times, self._until = loop.times, loop.until
         self._rounds = 0
 
     def complete(self, node: str, holds: Holds[T], request: T) -> bool:
-        if self.is_done or node != self._ready[0]:
+        if self.is_done or node != self._node:
             return False
         self._rounds += 1
-        loop = self._loop
-        if self._rounds == loop.times or (loop.until is not None and holds(loop.until, request)):
+        if self._rounds == self._times or (self._until is not None and holds(self._until, request)):
             self.is_done = True
         return True
 
@@ -276,9 +276,10 @@ class Cursor:
             holds: Asked for the predicates of loops whose round this visit ends.
             request: Whose walk it is.
         """
-        taken = self._place.complete(node, holds, request)
+        place = self._place
+        taken = place.complete(node, holds, request)
         assert taken, f"walk {self.name!r} waits for {self.ready()}, not for {node!r}"
-        return self._place.is_done
+        return place.is_done
 
 
 @dataclass(frozen=True)

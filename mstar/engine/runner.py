@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +11,17 @@ from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
 from mstar.engine.request import Request
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
-from mstar.engine.resources.step import NodeStep
+from mstar.engine.resources.step import NodeStep, ResourceStep, Segment
 from mstar.errors import ConfigError
+
+
+class _Part(NamedTuple):
+    """What a step asks of one resource."""
+
+    key: str
+    resource: Resource
+    segments: tuple[Segment, ...]
+    step: ResourceStep
 
 
 class Runner:
@@ -55,7 +64,7 @@ class Runner:
         self._reuse_unit = math.lcm(*(r.reuse_unit for r in self.resources.values()))
         self._deployment = deployment
         self._recorders: dict[str, Recorder] = {}
-        self._last: tuple[Batch, NodeStep] | None = None
+        self._last: tuple[Batch, NodeStep, list[_Part]] | None = None
 
     def record(self) -> None:
         """Record the decode steps of every node that can be recorded, up to the most requests."""
@@ -99,33 +108,28 @@ class Runner:
 
     def admit(self, batch: Batch) -> Refusal | None:
         """Reserve what the batch needs in every resource, or in none."""
-        step = self._step(batch)
-        admitted: list[str] = []
-        for key in self._keys_of[batch.node]:
-            refusal = self.resources[key].admit(step.segments_of(key), step.resources[key])
+        _, parts = self._step(batch)
+        for index, part in enumerate(parts):
+            refusal = part.resource.admit(part.segments, part.step)
             if refusal is not None:
-                for other in reversed(admitted):
-                    self.resources[other].rollback(step.segments_of(other), step.resources[other])
+                for admitted in reversed(parts[:index]):
+                    admitted.resource.rollback(admitted.segments, admitted.step)
                 return refusal
-            admitted.append(key)
         return None
 
     def run(self, batch: Batch) -> NodeOutput:
         """Compute an admitted batch; nothing is visible to later steps unless it returns."""
-        step = self._step(batch)
-        keys = self._keys_of[batch.node]
+        step, parts = self._step(batch)
         with torch.inference_mode():
             recorder = self._recorders.get(batch.node)
             output = None if recorder is None else recorder.run(batch, step)
             if output is None:
                 plans: dict[str, Any] = {}
-                for key in keys:
-                    plans[key] = self.resources[key].plan(
-                        step.segments_of(key), step.resources[key], plans
-                    )
+                for part in parts:
+                    plans[part.key] = part.resource.plan(part.segments, part.step, plans)
                 output = self._nodes[batch.node].forward(batch, plans)
-            for key in keys:
-                self.resources[key].commit(step.segments_of(key), step.resources[key])
+            for part in parts:
+                part.resource.commit(part.segments, part.step)
         return output
 
     def reset(self) -> int:
@@ -137,10 +141,16 @@ class Runner:
         for resource in self.resources.values():
             resource.check()
 
-    def _step(self, batch: Batch) -> NodeStep:
+    def _step(self, batch: Batch) -> tuple[NodeStep, list[_Part]]:
+        """Return what the batch's node declares, as a whole and by resource."""
         if self._last is None or self._last[0] is not batch:
-            self._last = (batch, self._nodes[batch.node].declare(batch))
-        return self._last[1]
+            step = self._nodes[batch.node].declare(batch)
+            parts = [
+                _Part(key, self.resources[key], step.segments_of(key), step.resources[key])
+                for key in self._keys_of[batch.node]
+            ]
+            self._last = (batch, step, parts)
+        return self._last[1:]
 
     def _opening(self, request: Request) -> Opening:
         prepared = request.prepared

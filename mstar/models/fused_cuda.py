@@ -116,6 +116,7 @@ def _norm_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pl
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
     if HAS_ADDED:
         value += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         # What later layers read is the rounded sum, so that is what is normalised.
@@ -123,7 +124,6 @@ def _norm_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pl
         tl.store(x + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0)
     tl.store(out + at, (value * scale * factor).to(out.dtype.element_ty), mask=inside)
 
 

@@ -37,6 +37,8 @@ class AttentionManager(Resource):
         self.backend_name = backend_name
         self.backend = backend
         self.depends_on = (backend.config.kv_cache,)
+        self._checked: tuple[Segment, ...] | None = None
+        """Segments whose spans are known to be the cache's."""
 
     @classmethod
     def build(cls, spec: Any, deployment: Deployment, resources: Mapping[str, Resource]) -> Self:
@@ -65,8 +67,10 @@ class AttentionManager(Resource):
     ) -> AttentionPlan:
         """Return the step's attention; the KV cache has planned the same segments."""
         kv_plan = self._kv_plan(plans)
-        spans = kv_plan.qo_lens.tolist()
-        assert [s.span for s in segments] == spans, f"cache planned spans {spans}: {segments}"
+        if segments is not self._checked:
+            spans = kv_plan.qo_lens.tolist()
+            assert [s.span for s in segments] == spans, f"cache planned spans {spans}: {segments}"
+            self._checked = segments
         is_causal = step.is_causal if isinstance(step, AttentionStep) else None
         if is_causal is None:
             is_causal = (True,) * len(segments)

@@ -24,14 +24,18 @@ _VECTOR = 16
 _Int32 = npt.NDArray[np.int32]
 
 
-def _load_kernel() -> ModuleType | None:
-    """Return the compiled module, or ``None`` where it was not built.
+LONG_PIECE_LEN = 16
+"""New tokens from which a bfloat16 piece goes to the kernel of matrix products, if there is one."""
+
+
+def _load_kernel(name: str = "_paged") -> ModuleType | None:
+    """Return a compiled module, or ``None`` where it was not built.
 
     It is loaded after torch, so that the dynamic linker gives it torch's OpenMP runtime, and with
     it torch's threads.
     """
     try:
-        return importlib.import_module("mstar.engine.resources.attention._paged")
+        return importlib.import_module(f"mstar.engine.resources.attention.{name}")
     except ImportError:
         return None
 
@@ -54,6 +58,7 @@ class PagedPlan(AttentionPlan):
 
     Args:
         kernel: The compiled module.
+        flash: The compiled module for long pieces; ``None``: the other takes them, too.
         level: Instruction set, 0 is the plainest.
         workspace: Shared by the plans of a backend.
         config: Heads, scale and per-layer rules.
@@ -61,9 +66,10 @@ class PagedPlan(AttentionPlan):
         is_causal: One a segment.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - kernels, memory, and the step
         self,
         kernel: ModuleType,
+        flash: ModuleType | None,
         level: int,
         workspace: Workspace,
         config: AttentionConfig,
@@ -78,6 +84,13 @@ class PagedPlan(AttentionPlan):
         self._kv_plan = kv_plan
         self._shape = (int(kv_plan.qo_indptr[-1]), config.num_qo_heads, config.head_dim)
         self._pieces = _cut(kv_plan, np.asarray(is_causal, np.int32))
+        self._flash = flash
+        self._long: tuple[_Int32, ...] | None = None
+        if flash is not None and self._pieces[0].max(initial=0) >= LONG_PIECE_LEN:
+            is_long = self._pieces[0] >= LONG_PIECE_LEN
+            self._long = tuple(np.ascontiguousarray(array[is_long]) for array in self._pieces)
+            a, b, c, d, e = (np.ascontiguousarray(array[~is_long]) for array in self._pieces)
+            self._pieces = (a, b, c, d, e)
         # The kernel sees addresses only: what they point at lives as long as the plan.
         self._alive: list[object] = []
         self._calls: dict[tuple[int | None, float | None], list[tuple[int | float, ...]]] = {}
@@ -101,7 +114,35 @@ class PagedPlan(AttentionPlan):
         )
         for arguments in calls:
             self._kernel.attend(*arguments, *tensors)
+        if self._long is not None:
+            self._attend_long(self._long, tensors, rules.window or 0, rules.soft_cap or 0.0)
         return out
+
+    def _attend_long(
+        self,
+        pieces: tuple[_Int32, ...],
+        tensors: tuple[int, int, int, int],
+        window: int,
+        soft_cap: float,
+    ) -> None:
+        plan, config = self._kv_plan, self._config
+        assert self._flash is not None
+        self._flash.attend(
+            torch.get_num_threads(),
+            len(pieces[0]),
+            int(pieces[0].max()),
+            *(array.ctypes.data for array in pieces),
+            plan.page_table.ctypes.data,
+            plan.page_table.shape[1],
+            plan.layout.page_size,
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            window,
+            *tensors,
+            config.scale,
+            soft_cap,
+        )
 
     def _prepare(self, window: int | None, soft_cap: float | None) -> list[tuple[int | float, ...]]:
         """Return the calls of one rule, a tuple of leading arguments each."""
@@ -211,7 +252,9 @@ class Backend(AttentionBackend):
     """The compiled kernel.
 
     A row comes out the same to the last bit in any batch, in any cut of its stream into causal
-    segments, and with any number of threads, at one level.
+    segments, and with any number of threads, at one level. Where the machine has AVX512-BF16 and
+    no level is named, long bfloat16 pieces go to a second kernel that rounds otherwise: there the
+    cut decides which of the two a row meets.
 
     Args:
         config: Heads, scale and per-layer rules.
@@ -228,6 +271,11 @@ class Backend(AttentionBackend):
         self._level: int = kernel.LEVEL if level is None else level
         assert 0 <= self._level <= kernel.LEVEL, f"level {level}, the machine has {kernel.LEVEL}"
         self._workspace = Workspace()
+        self._flash = None
+        if level is None and layout.dtype == torch.bfloat16 and config.head_dim % 32 == 0:
+            flash = _load_kernel("_flash")
+            if flash is not None and flash.IS_SUPPORTED:
+                self._flash = flash
 
     @classmethod
     def unsupported(cls, config: AttentionConfig, layout: KVLayout) -> list[str]:
@@ -246,5 +294,11 @@ class Backend(AttentionBackend):
     def plan(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan:
         """Cut the segments into pieces; the kernel's calls are made when a layer first asks."""
         return PagedPlan(
-            self._kernel, self._level, self._workspace, self.config, kv_plan, is_causal
+            self._kernel,
+            self._flash,
+            self._level,
+            self._workspace,
+            self.config,
+            kv_plan,
+            is_causal,
         )

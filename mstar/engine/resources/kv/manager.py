@@ -207,11 +207,11 @@ class KVManager(Resource):
         where = self._rows_of(segments)
         table, rows = self._table, where.rows
         missing = where.stored + where.spans - table.num_pages[rows] * self.page_size
-        growing = (missing > 0).nonzero()[0].tolist()
+        growing = (missing > 0).nonzero()[0]
         self._grown = []
-        if not growing:
+        if not len(growing):
             return None
-        counts = [self._pages_for(int(missing[i])) for i in growing]
+        counts = [self._pages_for(slots) for slots in missing[growing].tolist()]
         needed = sum(counts)
         pages = self.pool.try_allocate(needed)
         if pages is None:
@@ -219,12 +219,8 @@ class KVManager(Resource):
                 self.resource_key,
                 f"the step needs {needed} more KV pages; {self.pool.num_available} are available",
             )
-        start = 0
-        for i, count in zip(growing, counts, strict=True):
-            row = int(rows[i])
-            table.extend(row, pages[start : start + count])
-            self._grown.append((row, count))
-            start += count
+        self._grown = list(zip(rows[growing].tolist(), counts, strict=True))
+        table.extend_each(self._grown, pages)
         return None
 
     def rollback(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:

@@ -50,6 +50,19 @@ class PageTable:
         self._pages[row, start:end] = pages
         self.num_pages[row] = end
 
+    def extend_each(self, counts: list[tuple[int, int]], pages: list[int]) -> None:
+        """Deal ``pages`` out to rows, ``(row, count)`` each."""
+        start = 0
+        for row, count in counts:
+            if count == 1:
+                index = int(self.num_pages[row])
+                assert index < self.max_pages, f"row {row}: at most {self.max_pages} pages fit"
+                self._pages[row, index] = pages[start]
+                self.num_pages[row] = index + 1
+            else:
+                self.extend(row, pages[start : start + count])
+            start += count
+
     def cut(self, row: int, num_pages: int) -> npt.NDArray[np.int32]:
         """Shorten the row to ``num_pages`` and return the pages that went, in order."""
         gone = self._pages[row, num_pages : self.num_pages[row]].copy()

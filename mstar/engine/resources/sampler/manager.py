@@ -48,7 +48,7 @@ class Sampled:
     """One token for each of ``B`` segments."""
 
     token_ids: Tensor
-    """int64 ``[B]`` on the logits' device; -1 in failed rows."""
+    """int64 ``[B]`` on the CPU; -1 in failed rows."""
     logprobs: list[TokenLogprobs | None] | None = None
     """One a row, ``None`` where the request asked for none; ``None``: nobody asked."""
     failed: dict[int, str] = field(default_factory=dict)
@@ -298,7 +298,8 @@ class SamplerPlan:
         raw = (logits.float() if logits.dtype == torch.float64 else logits).contiguous()
         if batch.is_plain:
             best, tokens = most_likely(raw)
-            return Sampled(tokens, None, self._fail_(best, tokens))
+            ids, failed = self._fetch(best, tokens)
+            return Sampled(ids, None, failed)
         work = raw.to(torch.float32, copy=batch.edits is not None)
         if batch.edits is not None:
             batch.edits.apply_(work)
@@ -307,23 +308,24 @@ class SamplerPlan:
             is_whole = len(group.streams) == len(batch.streams)
             own = work if is_whole else work[group.rows]
             tokens[group.rows] = _DRAWS[kind](own, best[group.rows], group)
-        failed = self._fail_(best, tokens)
+        ids, failed = self._fetch(best, tokens)
         logprobs = self._logprobs(raw, tokens, failed) if batch.logprobs else None
-        return Sampled(tokens, logprobs, failed)
+        return Sampled(ids, logprobs, failed)
 
-    def _fail_(self, best: Tensor, tokens: Tensor) -> dict[int, str]:
-        """Mark rows in which no token can be chosen; return their messages."""
-        finite = best.isfinite()
-        if bool(finite.all()):
-            return {}
+    def _fetch(self, best: Tensor, tokens: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """Return the ids on the CPU, -1 where no token can be chosen, and messages for those rows.
+
+        A device is waited for once, unless a row fails.
+        """
+        ids = torch.where(best.isfinite(), tokens, -1).cpu()
         failed = {}
-        for row in (~finite).nonzero()[:, 0].tolist():
-            tokens[row] = -1
-            failed[row] = (
-                f"the logits of request {self._batch.streams[row].request_id!r} have "
-                f"{float(best[row])} as their maximum; no token can be chosen"
-            )
-        return failed
+        if int(ids.min()) < 0:
+            for row in (ids < 0).nonzero()[:, 0].tolist():
+                failed[row] = (
+                    f"the logits of request {self._batch.streams[row].request_id!r} have "
+                    f"{float(best[row])} as their maximum; no token can be chosen"
+                )
+        return ids, failed
 
     def _logprobs(
         self, raw: Tensor, tokens: Tensor, failed: Mapping[int, str]
