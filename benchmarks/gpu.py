@@ -243,7 +243,7 @@ def main() -> None:
             max_num_batched_tokens=8192,
             max_model_len=max(*asked.prefill, *asked.reuse, asked.context + 256) + 256,
             page_size=asked.page_size,
-            kv_cache_bytes=60 << 30,
+            kv_cache_bytes=80 << 30,
             attention_backend=asked.attention_backend,
             cuda_graphs=asked.cuda_graphs,
         ),

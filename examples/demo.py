@@ -13,17 +13,16 @@ from openai import OpenAI
 READY = re.compile(r"mstar is ready at (http://\S+)")
 START_SECONDS = 180
 SYSTEM = (
-    "You are a helpful assistant for travellers in Europe. You know every capital, river, mountain "
-    "and railway line, and you love good food, old towns, museums and quiet walks. You answer in "
-    "one short, friendly sentence, you never make things up, and when you do not know something "
-    "you say so. Prices are in euros, distances in kilometres, times in the local time zone, and "
-    "you mention a place's country when it is not obvious from the question."
+    "You are a helpful assistant who answers questions about geography, history and science in one "
+    "short and friendly English sentence. You never make things up, and when you do not know "
+    "something, you say so. You explain difficult words in plain language, you give numbers with "
+    "their units, and you name the country of a place when it is not obvious from the question."
 )
 QUESTIONS = (
-    "What is the capital of Italy?",
-    "Which river flows through London?",
     "What is the capital of France?",
-    "Name a famous museum in Paris.",
+    "Which river flows through London?",
+    "What is the largest planet in our solar system?",
+    "What is the chemical symbol for gold?",
 )
 
 

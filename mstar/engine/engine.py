@@ -199,25 +199,26 @@ class EngineCore:
 
     def _record(self, batch: Batch, result: NodeOutput) -> list[RequestOutput]:
         requests, node, holds = batch.requests, batch.node, self.model.holds
-        for request, segment in zip(requests, batch.segments, strict=True):
-            request.num_computed_tokens += segment.span
+        for request, (_, _, span) in zip(requests, batch.segments, strict=True):
+            request.num_computed_tokens += span
         outputs: list[RequestOutput] = []
-        failures, all_logprobs = result.failures, result.logprobs
+        append, failures, all_logprobs = outputs.append, result.failures, result.logprobs
         for place, (index, token) in enumerate(zip(batch.yielding, result.token_ids, strict=True)):
             request = requests[index]
             if failures and place in failures:
                 outputs.append(self._fail(request, "invalid_logits", failures[place]))
                 continue
-            request.finish_reason = request.append(token)
+            reason = request.finish_reason = request.append(token)
             if request.cursor.complete(node, holds, request):
                 self._next_walk(request)
-            logprobs = None if all_logprobs is None else all_logprobs[place]
-            outputs.append(
+                reason = request.finish_reason
+            own = None if all_logprobs is None else all_logprobs[place]
+            append(
                 RequestOutput(
                     request_id=request.request_id,
                     token_ids=[token],
-                    logprobs=None if logprobs is None else [logprobs],
-                    finish_reason=request.finish_reason,
+                    logprobs=own if own is None else [own],
+                    finish_reason=reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
                 )

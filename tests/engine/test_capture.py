@@ -11,6 +11,8 @@ from mstar.engine.resources.attention.config import AttentionStep
 from mstar.engine.resources.attention.sdpa import Backend
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVPlan
+from mstar.engine.resources.kv.manager import KVManager
+from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.step import NodeStep
 from mstar.engine.runner import Runner
@@ -69,7 +71,7 @@ class Steps:
             self.requests[index].append(token)
         return list(output.token_ids)
 
-    def fixed(self, size: int, step: NodeStep) -> dict[str, object] | None:
+    def fixed(self, size: int, step: NodeStep, ahead: int = 0) -> dict[str, object] | None:
         """Plans for a recording, attention by a backend that needs none."""
         plans: dict[str, object] = {}
         for key, resource in self.runner.resources.items():
@@ -80,7 +82,7 @@ class Steps:
                 backend = Backend(resource.backend.config, kv.layout)  # type: ignore[attr-defined]
                 plans[key] = backend.plan(kv, (True,) * size)
                 continue
-            plan = resource.plan_fixed(size, segments, own, plans)
+            plan = resource.plan_fixed(size, segments, own, plans, ahead)
             if plan is None:
                 return None
             plans[key] = plan
@@ -114,6 +116,65 @@ def test_fixed_plans_give_the_tokens_that_plans_give_and_keep_their_memory(
         assert list(output.token_ids) == steps.run(batch)
         steps.runner.check()
     assert len(places) == 1
+
+
+def numbers(plans: dict[str, object] | None) -> dict[str, list[int]]:
+    """What a recorded forward would read of the cache and the positions."""
+    assert plans is not None
+    kv, position = plans["kv"], plans["position"]
+    assert isinstance(kv, KVPlan)
+    assert isinstance(position, PositionPlan)
+    pages = [row[: -(-length // 4)] for row, length in zip(kv.page_table, kv.kv_lens, strict=True)]
+    return {
+        "kv_lens": kv.kv_lens.tolist(),
+        "pages": np.concatenate(pages).tolist(),
+        "slots": kv.slots.tolist(),
+        "ids": position.ids.tolist(),
+    }
+
+
+def test_plan_ahead_is_the_plan_once_the_step_is_committed(toy: DecoderModel) -> None:
+    steps = Steps(toy)
+    steps.run(steps.batch(3)[0])
+    batch, step = steps.batch(3)
+    for _ in range(20):
+        ahead = numbers(steps.fixed(4, step, ahead=1))
+        revisions = [resource.revision for resource in steps.runner.resources.values()]
+        steps.run(batch)
+        assert steps.runner.admit(batch) is None
+        assert [resource.revision for resource in steps.runner.resources.values()] == revisions
+        assert numbers(steps.fixed(4, step)) == ahead
+        steps.runner.check()
+
+
+def test_there_is_no_plan_beyond_a_streams_end_or_without_pages(toy: DecoderModel) -> None:
+    steps = Steps(toy)
+    steps.run(steps.batch(3)[0])
+    kv = steps.runner.resources["kv"]
+    assert isinstance(kv, KVManager)
+    batch, step = steps.batch(2)
+    while steps.requests[1].num_computed_tokens % 4 != 3:
+        steps.run(batch)
+        steps.runner.admit(batch)
+    others = kv.pool.try_allocate(kv.pool.num_available)
+    assert others
+    assert steps.fixed(4, step, ahead=1) is None
+    kv.pool.release(others)
+    assert steps.fixed(4, step, ahead=1) is not None
+    while steps.requests[1].num_computed_tokens < 63:
+        steps.run(batch)
+        assert steps.runner.admit(batch) is None
+    assert steps.fixed(4, step) is not None
+    assert steps.fixed(4, step, ahead=1) is None
+    steps.runner.check()
+
+
+def test_closing_a_stream_makes_plans_ahead_stale(toy: DecoderModel) -> None:
+    steps = Steps(toy)
+    steps.run(steps.batch(3)[0])
+    before = sum(resource.revision for resource in steps.runner.resources.values())
+    steps.runner.close(steps.requests[2])
+    assert sum(resource.revision for resource in steps.runner.resources.values()) > before
 
 
 def test_step_of_several_tokens_has_no_fixed_plan(toy: DecoderModel) -> None:

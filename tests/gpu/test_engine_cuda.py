@@ -153,10 +153,44 @@ def test_seeds_draw_the_same_tokens_on_the_card_as_on_the_cpu() -> None:
         assert tokens[0] == tokens[1], params
 
 
+def test_requests_that_come_and_go_meet_no_stale_plan() -> None:
+    """Steady batches are planned ahead; arrivals, ends, adopted pages and aborts undo that."""
+    asked = prompts(6, [*LENS, 100, 3, 77, 20, 9])
+    asked += [asked[1][:190], asked[5][:320]]
+    core = engine("cuda", "bfloat16", 128, {}, max_num_seqs=4, num_pages=110)
+    for place, ids in enumerate(asked):
+        params = SamplingParams(
+            max_tokens=4 + 7 * place % 40, temperature=0.0, logprobs=20, ignore_eos=True
+        )
+        core.add_request(
+            PreparedRequest(request_id=str(place), token_ids=ids, params=params, root=core.root)
+        )
+    core.add_request(
+        PreparedRequest(request_id="gone", token_ids=asked[0], params=SamplingParams(max_tokens=50))
+    )
+    results: list[Result] = [[] for _ in asked]
+    num_steps = 0
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None, output.error
+            if output.request_id != "gone":
+                results[int(output.request_id)] += output.logprobs or []
+        num_steps += 1
+        if num_steps == 40:
+            core.abort("gone")
+        core.check()
+    (recorder,) = core._runner._recorders.values()
+    assert 0 < recorder.num_planned_ahead < recorder.num_replays
+    assert [len(result) for result in results] == [4 + 7 * i % 40 for i in range(len(asked))]
+    reference = engine("cpu", "float32", 128, {})
+    assert_likely(reference, asked, results, TOLERANCE["bfloat16"])
+
+
 def test_steps_that_do_not_fit_a_recording_run_as_they_are() -> None:
     core = engine("cuda", "bfloat16", 128, {}, max_num_seqs=3)
     (recorder,) = core._runner._recorders.values()
     run(core, prompts(5, (20,)), max_tokens=4)
     assert recorder.num_replays == 3, "the prompt is no decode step"
+    assert recorder.num_planned_ahead == 2
     run(core, prompts(5, (20, 30, 40, 50)), max_tokens=4)
     assert recorder.num_replays >= 6

@@ -25,7 +25,7 @@ def _wrap(backend: Tokenizer, folder: Path) -> TextTokenizer:
         [AddedToken("<think>", normalized=False), AddedToken("é!", normalized=False)]
     )
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    whole = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)  # type: ignore[no-untyped-call]
+    whole = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
     whole.save_pretrained(folder)
     return TextTokenizer.load(folder)
 

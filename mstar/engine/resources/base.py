@@ -82,6 +82,8 @@ class Resource(ABC):
     """Keys of resources whose plans must exist before this one plans."""
     capacity: int | None = None
     """Tokens it can hold of all streams together; ``None``: no bound."""
+    revision: int = 0
+    """Counts changes, commits left out, after which plans made ahead are wrong."""
     reuse_unit: int = 1
     """What is reused of it comes in multiples of so many slots, in tokens."""
 
@@ -146,6 +148,7 @@ class Resource(ABC):
         segments: tuple[Segment, ...],
         step: ResourceStep,
         plans: Mapping[str, Any],
+        ahead: int = 0,
     ) -> Any | None:
         """Return a plan for a recorded forward; ``None``: this resource has none for the step.
 
@@ -158,6 +161,8 @@ class Resource(ABC):
             segments: At most ``size``, of one token each.
             step: What the node asks for.
             plans: As for ``plan``, from this method.
+            ahead: 1 plans the step after the next commit of these same segments; that plan holds
+                while ``revision`` stays, and is ``None`` where it would raise.
         """
         return None
 

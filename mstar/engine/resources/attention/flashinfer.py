@@ -13,6 +13,7 @@ from torch import Tensor
 from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+from mstar.engine.resources.mirror import Mirror
 
 _HEAD_DIMS = (64, 128, 256)
 _CAPABILITY = (8, 0)
@@ -34,12 +35,12 @@ def _load() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """The pages of some segments; int32 tensors on the CPU."""
+    """The pages of some segments; int32 on the CPU."""
 
-    indptr: Tensor
+    indptr: _Int32
     """``[B + 1]``: a segment's first page among all."""
-    indices: Tensor
-    last_page_len: Tensor
+    indices: _Int32
+    last_page_len: _Int32
     """``[B]``: slots in use of each segment's last page."""
 
     @classmethod
@@ -52,7 +53,12 @@ class _Pages:
         # Boolean indexing reads row after row, which is the order that is wanted.
         indices = table[np.arange(table.shape[1]) < counts[:, None]]
         last_page_len = kv_lens - (counts - 1) * page_size
-        return cls(*map(torch.from_numpy, (indptr, indices, last_page_len.astype(np.int32))))
+        return cls(indptr, indices, last_page_len.astype(np.int32))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three as the library takes them."""
+        a, b, c = map(torch.from_numpy, (self.indptr, self.indices, self.last_page_len))
+        return a, b, c
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +145,15 @@ class FixedDecodePlan(AttentionPlan):
     Args:
         backend: Owner of the kernels.
         size: Number of segments.
-        indices: int32 on the device: room for all their pages.
+        indices: int32 with room for all their pages.
     """
 
-    def __init__(self, backend: "Backend", size: int, indices: Tensor) -> None:
+    def __init__(self, backend: "Backend", size: int, indices: Mirror) -> None:
         self._backend = backend
         self.indices = indices
-        self._indptr = indices.new_zeros(size + 1)
-        self._last_page_len = indices.new_zeros(size)
+        device = indices.tensor.device
+        self._indptr = Mirror(size + 1, torch.int32, device)
+        self._last_page_len = Mirror(size, torch.int32, device)
         self._wrappers: dict[LayerAttention, Any] = {}
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -154,17 +161,24 @@ class FixedDecodePlan(AttentionPlan):
     def fill(self, kv_plan: KVPlan) -> None:
         """Plan a step; what was recorded of ``run`` computes this one from now on."""
         pages = _Pages.of(kv_plan.kv_lens, kv_plan.page_table, kv_plan.layout.page_size)
-        assert len(pages.indices) <= len(self.indices), (len(pages.indices), len(self.indices))
+        count, room = len(pages.indices), len(self.indices.array)
+        assert count <= room, f"{count} pages, room for {room}"
         self._keys, self._values = kv_plan.keys, kv_plan.values
-        self._indptr.copy_(pages.indptr, non_blocking=True)
-        self._last_page_len.copy_(pages.last_page_len, non_blocking=True)
-        self.indices[: len(pages.indices)].copy_(pages.indices, non_blocking=True)
+        self.indices.array[:count] = pages.indices
+        self.indices.send(count)
+        self._last_page_len.array[:] = pages.last_page_len
+        self._last_page_len.send()
+        # How the work is split depends on the numbers of pages only, which seldom change.
+        if self._wrappers and np.array_equal(self._indptr.array, pages.indptr):
+            return
+        self._indptr.array[:] = pages.indptr
+        self._indptr.send()
         backend = self._backend
         for rules in dict.fromkeys(backend.config.layers):
             wrapper = self._wrappers.get(rules)
             if wrapper is None:
                 wrapper = self._wrappers[rules] = backend.decode_wrapper(
-                    (self._indptr, self.indices, self._last_page_len)
+                    (self._indptr.tensor, self.indices.tensor, self._last_page_len.tensor)
                 )
                 plan = wrapper.plan
             else:
@@ -197,6 +211,8 @@ class Backend(AttentionBackend):
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=layout.device)
         self._wrappers: dict[tuple[str, LayerAttention], Any] = {}
         self._fixed: dict[int, FixedDecodePlan] = {}
+        self._indices: Mirror | None = None
+        """Pages of recorded steps; one at a time is computed, so that they share it."""
         self._current: AttentionPlan | None = None
 
     @classmethod
@@ -231,11 +247,10 @@ class Backend(AttentionBackend):
         size = len(kv_plan.qo_lens)
         fixed = self._fixed.get(size)
         if fixed is None:
-            # All sizes share the indices of the largest: only one of them runs at a time.
             room = size * kv_plan.layout.num_pages
-            known = max((f.indices for f in self._fixed.values()), key=len, default=None)
-            if known is None or len(known) < room:
-                known = torch.zeros(room, dtype=torch.int32, device=kv_plan.layout.device)
+            known = self._indices
+            if known is None or len(known.array) < room:
+                known = self._indices = Mirror(room, torch.int32, kv_plan.layout.device)
             fixed = self._fixed[size] = FixedDecodePlan(self, size, known)
         fixed.fill(kv_plan)
         return fixed
@@ -264,9 +279,7 @@ class Backend(AttentionBackend):
         is_causal = group.kind == "causal"
         wrapper.plan(
             group.qo_indptr,
-            group.pages.indptr,
-            group.pages.indices,
-            group.pages.last_page_len,
+            *group.pages.tensors(),
             config.num_qo_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -313,9 +326,7 @@ class Backend(AttentionBackend):
         """Call a decode wrapper's ``plan`` for segments of one token each."""
         config, dtype = self.config, self.layout.dtype
         plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
+            *pages.tensors(),
             config.num_qo_heads,
             config.num_kv_heads,
             config.head_dim,

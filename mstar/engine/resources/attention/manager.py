@@ -83,6 +83,7 @@ class AttentionManager(Resource):
         segments: tuple[Segment, ...],
         step: ResourceStep,
         plans: Mapping[str, Any],
+        ahead: int = 0,
     ) -> AttentionPlan | None:
         """Return the step's attention for a recording; only causal steps have it."""
         if isinstance(step, AttentionStep) and not all(step.is_causal or ()):

@@ -66,7 +66,7 @@ class PagedPlan(AttentionPlan):
         is_causal: One a segment.
     """
 
-    def __init__(  # noqa: PLR0913 - kernels, memory, and the step
+    def __init__(
         self,
         kernel: ModuleType,
         flash: ModuleType | None,

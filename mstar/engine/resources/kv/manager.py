@@ -7,7 +7,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
 from mstar.engine.resources.kv.cache import PagedKVCache
@@ -17,6 +16,7 @@ from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
 from mstar.engine.resources.kv.pages import PagePool
 from mstar.engine.resources.kv.prefix import PrefixIndex
 from mstar.engine.resources.kv.table import PageTable
+from mstar.engine.resources.mirror import Mirror
 from mstar.engine.resources.step import ResourceStep, Segment
 from mstar.errors import ConfigError
 
@@ -92,7 +92,7 @@ class KVManager(Resource):
         self._streams: dict[tuple[str, str], _Stream] = {}
         self._labels: dict[str, list[str]] = {}
         self._rows: _Rows | None = None
-        self._fixed_slots: dict[int, Tensor] = {}
+        self._fixed_slots: dict[int, Mirror] = {}
         """Memory of ``KVPlan.slots`` for each size of recorded steps."""
         self._grown: list[tuple[int, int]] = []
         """Row and number of pages that the last ``admit`` took."""
@@ -199,6 +199,7 @@ class KVManager(Resource):
             stream = self._streams.pop((request_id, label))
             self.pool.release(self._table.give_row(stream.row))
         self._rows = None
+        self.revision += 1
 
     # A step's life.
 
@@ -229,6 +230,7 @@ class KVManager(Resource):
             keep = int(self._table.num_pages[row]) - count
             self.pool.release(self._table.cut(row, keep))
         self._grown = []
+        self.revision += 1
 
     def plan(
         self, segments: tuple[Segment, ...], step: ResourceStep, plans: Mapping[str, Any]
@@ -246,9 +248,11 @@ class KVManager(Resource):
             slots=torch.from_numpy(self._slots(where)).to(self.layout.device, non_blocking=True),
         )
 
-    def _slots(self, where: _Rows) -> npt.NDArray[np.int64]:
+    def _slots(self, where: _Rows, ahead: int = 0) -> npt.NDArray[np.int64]:
         """Return where each new token is written, ``[num_tokens]``."""
         table, rows, stored = self._table, where.rows, where.stored
+        if ahead:
+            stored = stored + ahead
         if where.is_decode:
             owners, slots = rows, stored
         else:
@@ -266,24 +270,27 @@ class KVManager(Resource):
         segments: tuple[Segment, ...],
         step: ResourceStep,
         plans: Mapping[str, Any],
+        ahead: int = 0,
     ) -> KVPlan | None:
-        """Return the plan of a decode step, filled up with segments of one slot of the sink."""
+        """Return the plan of a decode step, filled up with segments of one slot of the sink.
+
+        A plan ahead takes the pages it needs, if there are.
+        """
         where = self._rows_of(segments)
-        if not where.is_decode:
+        if not where.is_decode or (ahead and not self._grow_ahead(where, ahead)):
             return None
         count = len(segments)
         kv_lens = np.ones(size, np.int32)
-        kv_lens[:count] = where.stored + 1
+        kv_lens[:count] = where.stored + (1 + ahead)
         pages = self._table.gather(where.rows)
         page_table = np.full((size, max(pages.shape[1], 1)), SINK_PAGE, np.int32)
         page_table[:count, : pages.shape[1]] = pages
-        flat = np.full(size, SINK_PAGE * self.page_size, np.int64)
-        flat[:count] = self._slots(where)
         slots = self._fixed_slots.get(size)
         if slots is None:
-            slots = torch.zeros(size, dtype=torch.int64, device=self.layout.device)
-            self._fixed_slots[size] = slots
-        slots.copy_(torch.from_numpy(flat), non_blocking=True)
+            slots = self._fixed_slots[size] = Mirror(size, torch.int64, self.layout.device)
+        slots.array[count:] = SINK_PAGE * self.page_size
+        slots.array[:count] = self._slots(where, ahead)
+        slots.send()
         return KVPlan(
             layout=self.layout,
             keys=self.cache.keys,
@@ -292,8 +299,25 @@ class KVManager(Resource):
             qo_indptr=np.arange(size + 1, dtype=np.int32),
             kv_lens=kv_lens,
             page_table=page_table,
-            slots=slots,
+            slots=slots.tensor,
         )
+
+    def _grow_ahead(self, where: _Rows, ahead: int) -> bool:
+        """Have pages for ``ahead`` more slots of every segment; False where that cannot be."""
+        assert ahead == 1, f"{ahead} steps ahead; a segment is given one page at most"
+        table = self._table
+        needed = where.stored + (1 + ahead)
+        growing = (needed > table.num_pages[where.rows] * self.page_size).nonzero()[0].tolist()
+        for i in growing:
+            segment = where.segments[i]
+            opening = self._streams[segment.request_id, segment.label].opening
+            if needed[i] > opening.max_len:
+                return False
+        pages = self.pool.try_allocate(len(growing))
+        if pages is None:
+            return False
+        table.extend_each([(int(where.rows[i]), 1) for i in growing], pages)
+        return True
 
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Count the new tokens as stored and index the pages they filled."""
@@ -323,6 +347,7 @@ class KVManager(Resource):
             elif known != own:
                 self.pool.retain([known])
                 self.pool.release([self._table.replace(row, page_index, known)])
+                self.revision += 1
             parent = own if known is None else known
         self._index_at[row] = (num_full + 1) * self.page_size
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
+from mstar.engine.resources.mirror import Mirror
 from mstar.engine.resources.position.config import (
     PositionConfig,
     PositionSpec,
@@ -112,7 +113,7 @@ class PositionManager(Resource):
         self._row_of: dict[tuple[str, str], int] = {}
         self._labels: dict[str, list[str]] = {}
         self._runs: Runs | None = None
-        self._fixed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._fixed: dict[int, tuple[Mirror, list[Tensor]]] = {}
         """Memory of ids and angles for each size of recorded steps."""
         distinct = config.distinct()
         self._layers = self._layers_of(config, distinct)
@@ -224,12 +225,14 @@ class PositionManager(Resource):
         if counter < 0:
             raise ConfigError(f"a counter cannot be {counter}; positions begin at 0")
         self._counters[self._row_of[request_id, label]] = counter
+        self.revision += 1
 
     def close(self, request_id: str) -> None:
         """Forget the counters of all streams of the request."""
         for label in self._labels.pop(request_id, ()):
             self._free.append(self._row_of.pop((request_id, label)))
         self._runs = None
+        self.revision += 1
 
     # A step's life.
 
@@ -258,25 +261,39 @@ class PositionManager(Resource):
         segments: tuple[Segment, ...],
         step: ResourceStep,
         plans: Mapping[str, Any],
-    ) -> PositionPlan:
+        ahead: int = 0,
+    ) -> PositionPlan | None:
         """Return the ids and angles of a step, filled up with position 0.
+
+        Ahead only where the scheme alone decides the ids.
 
         Raises:
             ConfigError, ContextLengthError, RequestError, UnsupportedError: As ``plan`` does.
         """
-        own, end = self._ids(segments, step)
-        ids = np.zeros(size, np.int64)
-        ids[: len(own)] = own
-        on_device, angles = self._fixed.get(size, (None, []))
-        if on_device is None:
-            on_device = torch.zeros(size, dtype=torch.int64, device=self._device)
+        if ahead:
+            runs = self._runs_of(segments)
+            if isinstance(step, PositionStep) and (step.pos_ids is not None or step.advance):
+                return None
+            if runs.twins:
+                return None
+            own = runs.ids(runs.starts(self._counters, None) + ahead * runs.moves)
+            end = int(own.max(initial=0)) + 1
+            if end > self._limit:
+                return None
+        else:
+            own, end = self._ids(segments, step)
+        ids, angles = self._fixed.get(size, (None, []))
+        if ids is None:
+            ids = Mirror(size, torch.int64, self._device)
             angles = [table.rows.new_zeros(size, table.rows.shape[1]) for table in self._tables]
-            self._fixed[size] = (on_device, angles)
-        on_device.copy_(torch.from_numpy(ids), non_blocking=True)
+            self._fixed[size] = (ids, angles)
+        ids.array[: len(own)] = own
+        ids.array[len(own) :] = 0
+        ids.send()
         for table, rows in zip(self._tables, angles, strict=True):
             table.reserve(end)
-            torch.index_select(table.rows, 0, on_device, out=rows)
-        return self._plan_of(on_device, angles)
+            torch.index_select(table.rows, 0, ids.tensor, out=rows)
+        return self._plan_of(ids.tensor, angles)
 
     def _plan_of(self, ids: Tensor, angles: list[Tensor]) -> PositionPlan:
         interleave, dtype = self.config.interleave, self.config.rope_dtype

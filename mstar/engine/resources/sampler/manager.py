@@ -317,7 +317,10 @@ class SamplerPlan:
 
         A device is waited for once, unless a row fails.
         """
-        ids = torch.where(best.isfinite(), tokens, -1).cpu()
+        finite = best.isfinite()
+        if tokens.device.type == "cpu" and bool(finite.all()):
+            return tokens, {}
+        ids = torch.where(finite, tokens, -1).cpu()
         failed = {}
         if int(ids.min()) < 0:
             for row in (ids < 0).nonzero()[:, 0].tolist():
@@ -456,6 +459,7 @@ class SamplerManager(Resource):
         segments: tuple[Segment, ...],
         step: ResourceStep,
         plans: Mapping[str, Any],
+        ahead: int = 0,
     ) -> SamplerPlan:
         """Return what ``plan`` does: sampling comes behind what is recorded."""
         return self.plan(segments, step, plans)
