@@ -5,6 +5,7 @@ What a command needs is imported when it runs, so that help and mistakes answer 
 
 import argparse
 import importlib.util
+import io
 import os
 import platform
 import sys
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments after the program's name; ``None`` takes the process's own.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An answer may have characters that a terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -232,7 +236,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--max-model-len",
-        type=_at_least(1),
+        type=_at_least(2),
         metavar="N",
         help="tokens of prompt and answer together (default: what the model and the cache allow)",
     )
@@ -423,7 +427,8 @@ def _chat(arguments: argparse.Namespace) -> int:
             try:
                 answer = _talk(engine, messages, params)
             except MstarError as error:
-                print(f"mstar: {error}", file=sys.stderr)
+                hint = " (/reset forgets the talk)" if len(messages) > len(opening) + 1 else ""
+                print(f"mstar: {error}{hint}", file=sys.stderr)
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": answer})

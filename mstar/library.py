@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from operator import index
+from typing import Any, Self, SupportsIndex, TypeGuard
 
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, FinishReason, RequestOutput, TokenLogprobs
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.errors import MstarError
+from mstar.errors import MstarError, RequestError
 from mstar.models import load_model
 from mstar.models.locate import resolve
 from mstar.preprocess.detokenizer import Detokenizer
@@ -46,6 +47,12 @@ class _Answer:
         self._logprobs: list[TokenLogprobs] = []
         self._last: RequestOutput | None = None
         self._reason: FinishReason | None = None
+        self._error: MstarError | None = None
+
+    def raise_error(self) -> None:
+        """Raise what the request failed with, if it did."""
+        if self._error is not None:
+            raise self._error
 
     @property
     def is_done(self) -> bool:
@@ -58,9 +65,10 @@ class _Answer:
 
     def push(self, output: RequestOutput) -> str:
         """Take one output and return the text that is certain now."""
-        if output.error is not None:
-            raise MstarError(f"request {output.request_id} failed: {output.error.message}")
         self._last = output
+        if output.error is not None:
+            # Raised where this answer is asked for: the others of the same step go on.
+            self._error = MstarError(f"request {output.request_id} failed: {output.error.message}")
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs or ()
         ids = output.token_ids
@@ -79,6 +87,7 @@ class _Answer:
 
     def completion(self) -> Completion:
         """Return the whole answer."""
+        self.raise_error()
         assert self._last is not None
         assert self._reason is not None
         return Completion(
@@ -94,17 +103,20 @@ class _Answer:
 class TextStream(Iterator[str]):
     """Pieces of one answer's text as they come; afterwards the whole answer.
 
-    Closing it early, or leaving its ``with`` block, ends the request.
+    Closing it early, leaving its ``with`` block or forgetting it ends the request.
     """
 
     def __init__(self, engine: "Engine", request_id: str, answer: _Answer) -> None:
         self._engine = engine
         self._request_id = request_id
         self._answer = answer
+        self._is_closed = False
 
     def __next__(self) -> str:
         text = self._engine._advance(self._request_id)
         if not text:
+            self.close()
+            self._answer.raise_error()
             raise StopIteration
         return text
 
@@ -112,12 +124,21 @@ class TextStream(Iterator[str]):
     def completion(self) -> Completion:
         """The answer, once the stream is at its end."""
         if not self._answer.is_done:
-            raise RuntimeError("the stream is not at its end; read it first")
+            state = "was closed before its end" if self._is_closed else "is not at its end"
+            raise RuntimeError(f"the stream {state}; read all of it first")
         return self._answer.completion()
 
     def close(self) -> None:
         """End the request if it is still running."""
-        self._engine._drop(self._request_id)
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine._drop(self._request_id)
+
+    def __del__(self) -> None:
+        # Whoever leaves a loop early and forgets the stream would else leave its request running.
+        # Garbage may be collected in the middle of a step, so the engine does it later.
+        if not self._is_closed:
+            self._engine._forgotten.append(self._request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -170,6 +191,8 @@ class Engine:
         self._stop_ids = loaded.stop_token_ids
         self._answers: dict[str, _Answer] = {}
         self._texts: dict[str, list[str]] = {}
+        self._forgotten: list[str] = []
+        """Requests whose streams are gone."""
         self._numbers = itertools.count()
 
     def generate(
@@ -190,20 +213,15 @@ class Engine:
             RequestError: If a prompt or a parameter is wrong; then none runs.
         """
         many = _as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(many)
-        else:
-            each = list(params)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
-            raise ValueError(f"there are {len(many)} prompts and {len(each)} params")
-        requests = [
-            PromptRequest(
-                request_id=self._next_id(),
-                params=own,
-                text=prompt if isinstance(prompt, str) else None,
-                token_ids=None if isinstance(prompt, str) else prompt,
-                cache_salt=cache_salt,
+            raise RequestError(
+                f"there are {len(many)} prompts and {len(each)} params; give one for each, or one "
+                "for all",
+                param="params",
             )
+        requests = [
+            self._prompt_request(prompt, own, cache_salt)
             for prompt, own in zip(many, each, strict=True)
         ]
         return self._complete(requests)
@@ -233,21 +251,19 @@ class Engine:
         cache_salt: str | None = None,
     ) -> TextStream:
         """Return the answer to a prompt or a conversation, piece by piece."""
+        if (prompt is None) == (messages is None):
+            raise RequestError("give either a prompt or messages", param="prompt")
         if messages is not None:
             request = self._chat_request(messages, params, cache_salt)
         else:
-            request = PromptRequest(
-                request_id=self._next_id(),
-                params=params or SamplingParams(),
-                text=prompt if isinstance(prompt, str) else None,
-                token_ids=None if isinstance(prompt, str) else prompt,
-                cache_salt=cache_salt,
-            )
+            assert prompt is not None
+            request = self._prompt_request(_as_prompt(prompt), params, cache_salt)
         self._start([request])
         return TextStream(self, request.request_id, self._answers[request.request_id])
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters."""
+        self._drop_forgotten()
         return self.core.stats()
 
     def reset_prefix_cache(self) -> int:
@@ -257,6 +273,17 @@ class Engine:
     def _next_id(self) -> str:
         return f"request-{next(self._numbers)}"
 
+    def _prompt_request(
+        self, prompt: Prompt, params: SamplingParams | None, cache_salt: str | None
+    ) -> PromptRequest:
+        return PromptRequest(
+            request_id=self._next_id(),
+            params=_as_params(params),
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+            cache_salt=cache_salt,
+        )
+
     def _chat_request(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -265,7 +292,7 @@ class Engine:
     ) -> PromptRequest:
         return PromptRequest(
             request_id=self._next_id(),
-            params=params or SamplingParams(),
+            params=_as_params(params),
             messages=messages,
             cache_salt=cache_salt,
         )
@@ -283,6 +310,7 @@ class Engine:
 
     def _start(self, requests: Sequence[PromptRequest]) -> None:
         """Queue all requests, or none if one is wrong."""
+        self._drop_forgotten()
         prepared = [self._preparer.prepare(request) for request in requests]
         try:
             for request in prepared:
@@ -300,6 +328,7 @@ class Engine:
             raise
 
     def _step(self) -> None:
+        self._drop_forgotten()
         for output in self.core.step():
             answer = self._answers.get(output.request_id)
             if answer is None:
@@ -319,13 +348,60 @@ class Engine:
         texts.clear()
         return text
 
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            self._drop(self._forgotten.pop())
+
     def _drop(self, request_id: str) -> None:
         self.core.abort(request_id)
         self._answers.pop(request_id, None)
         self._texts.pop(request_id, None)
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_prompts(prompts: object) -> list[Prompt]:
+    """Return the prompts of a call, which may have given one alone."""
+    if hasattr(prompts, "tolist"):
+        # An array of numpy or torch; numbers are one prompt, rows of numbers are several.
+        prompts = prompts.tolist()
+    if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
+        return [_as_prompt(prompts)]
+    if prompts and _is_integer(prompts[0]):
+        return [_as_prompt(prompts)]
+    return [_as_prompt(prompt) for prompt in prompts]
+
+
+def _as_prompt(prompt: object) -> Prompt:
+    """Return a text, or a list of plain integers.
+
+    Raises:
+        RequestError: If it is neither a text nor ids.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
+        raise RequestError(
+            f"a prompt is {prompt!r:.40}; it must be a text or a sequence of token ids",
+            param="prompt",
+        )
+    return [token if type(token) is int else _as_id(token) for token in prompt]
+
+
+def _as_id(token: Any) -> int:
+    # Whatever is no integer at all is left for the preparer to name.
+    is_number = _is_integer(token) and not isinstance(token, bool)
+    return index(token) if is_number else token
+
+
+def _is_integer(value: object) -> TypeGuard[SupportsIndex]:
+    # Arrays claim to be integers too, whatever their shape.
+    return isinstance(value, SupportsIndex) and not getattr(value, "shape", ())
+
+
+def _as_params(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params is {params!r:.60}; it must be SamplingParams", param="params")
+    return params

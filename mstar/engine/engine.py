@@ -15,6 +15,9 @@ from mstar.errors import CapacityError, ConfigError, ContextLengthError, Request
 
 logger = logging.getLogger(__name__)
 
+# Tables have a row for each of ``max_num_seqs``, and token counts are 32-bit integers.
+_MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**31 - 1, "page_size": 2**31 - 1}
+
 
 class EngineCore:
     """One model on one device, serving many requests at once.
@@ -32,9 +35,11 @@ class EngineCore:
 
     def __init__(self, model: Model, deployment: Deployment | None = None) -> None:
         deployment = deployment or Deployment()
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            if getattr(deployment, name) < 1:
-                raise ConfigError(f"{name} is {getattr(deployment, name)}; it must be at least 1")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(deployment, name) <= most:
+                raise ConfigError(
+                    f"{name} is {getattr(deployment, name)}; it must lie between 1 and {most}"
+                )
         self.model = model
         wanted = deployment.max_model_len or model.max_model_len
         self._runner = Runner(

@@ -3,10 +3,14 @@
 import difflib
 import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mstar.engine.model import Model
 from mstar.errors import ConfigError, UnsupportedError
 from mstar.models.memory import use_huge_pages
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "mstar.models.decoder",
@@ -40,7 +44,7 @@ def load_model(
         progress: Called with layers loaded and layers in all.
 
     Raises:
-        ConfigError: If there is no such dtype or load format.
+        ConfigError: If there is no such dtype, load format or device.
         ModelNotFoundError: If the name leads nowhere.
         WeightsError: If the checkpoint is broken.
         UnsupportedError: If the architecture is not built; names the nearest that is.
@@ -57,7 +61,7 @@ def load_model(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}"
         )
     is_dummy = load_format == "dummy"
-    target = torch.device(device)
+    target = _usable_device(device)
     checkpoint = open_dummy(name, target) if is_dummy else open_checkpoint(name)
     architecture = checkpoint.architecture
     module = ARCHITECTURES.get(architecture)
@@ -79,3 +83,20 @@ def load_model(
     if target.type == "cpu":
         use_huge_pages()
     return model, dtype
+
+
+def _usable_device(name: str) -> "torch.device":
+    import torch  # noqa: PLC0415
+
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device is {name!r}; models run on cpu and cuda")
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"device is {name!r}, which is not usable here; choose cpu, or cuda where torch finds "
+            f"a GPU ({reason:.200})"
+        ) from error
+    return device

@@ -76,12 +76,20 @@ class Checkpoint:
 
         From the generation config, or else the model's config; the tokenizer's own end token,
         which a chat model may need on top, is added where the folder states its id.
+
+        Raises:
+            WeightsError: If what stands there is no id.
         """
         found: list[int] = []
         text_config = self.config.get("text_config") or {}
         for config in (self.generation_config, self.config, text_config):
             ids = config.get("eos_token_id")
-            found += [ids] if isinstance(ids, int) else ids or ()
+            many = [ids] if isinstance(ids, int) else ids or []
+            if not isinstance(many, list) or not all(isinstance(n, int) for n in many):
+                raise WeightsError(
+                    f"{self.path}: eos_token_id is {ids!r:.40}; it must be an id, or a list of ids"
+                )
+            found += many
             if found:
                 break
         if self.path.is_dir() and (self.path / "tokenizer_config.json").exists():
@@ -148,10 +156,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
     Raises:
         ModelNotFoundError: If ``path`` is a name that :func:`resolve` does not find.
-        WeightsError: If files are missing, truncated or inconsistent.
+        WeightsError: If files are missing, unreadable, truncated or inconsistent.
         UnsupportedError: If the architecture or the way of quantisation is not known here.
     """
     path = resolve(path) if isinstance(path, str) else path
+    try:
+        return _open(path)
+    except OSError as error:
+        raise WeightsError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
+
+
+def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise WeightsError(f"{path} does not exist")
     if path.is_file():

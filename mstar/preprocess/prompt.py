@@ -258,6 +258,7 @@ def _part_text(part: object, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
+        raise RequestError(f"{where}.text is {text!r:.40}; it must be a string", param=where)
     kind = part.get("type") if isinstance(part, Mapping) else part
     raise RequestError(f"{where} is {kind!r:.40}; this model takes text parts only", param=where)
 

@@ -83,7 +83,10 @@ class TextTokenizer:
         path = Path(path)
         if not path.exists():
             raise WeightsError(f"{path} does not exist")
-        backend, template = _load_folder(path) if path.is_dir() else _load_gguf(path, cache_dir)
+        try:
+            backend, template = _load_folder(path) if path.is_dir() else _load_gguf(path, cache_dir)
+        except OSError as error:
+            raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
         _give_back_memory()
         return cls(backend, template)
 

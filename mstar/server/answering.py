@@ -21,7 +21,8 @@ _STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-_CLIENT_CLOSED = 499
+CLIENT_CLOSED = 499
+"""Status in the log of a request whose client went away."""
 
 
 class GeneratingResponse(Response):
@@ -67,7 +68,7 @@ class GeneratingResponse(Response):
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._status = _CLIENT_CLOSED
+                self._status = CLIENT_CLOSED
         finally:
             for task in (work, gone):
                 task.cancel()

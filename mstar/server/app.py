@@ -11,11 +11,12 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.preprocess.tokenizer import TextTokenizer
-from mstar.server.answering import GeneratingResponse
+from mstar.server.answering import CLIENT_CLOSED, GeneratingResponse
 from mstar.server.bridge import Bridge
 from mstar.server.config import MAX_BODY_NBYTES
 from mstar.server.failures import ApiError, clip
@@ -216,9 +217,14 @@ def _add_errors(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def gone(_: Request, __: Exception) -> Response:
+        # It left before its body was complete: nobody reads this, and it is no mistake of ours.
+        return Response(status_code=CLIENT_CLOSED)
+
     async def crashed(request: Request, _: Exception) -> Response:
         return json_error(ApiError(500, "the server made a mistake; its log says which"))
 
     app.add_exception_handler(ApiError, failed)
     app.add_exception_handler(HTTPException, http_failed)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, crashed)

@@ -11,7 +11,11 @@ MAX_BODY_NBYTES = 32 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What the engine process is started with; ``None`` leaves the choice to the engine."""
+    """What the engine process is started with; ``None`` leaves the choice to the engine.
+
+    Raises:
+        ConfigError: If the seed is out of its range.
+    """
 
     model: str
     """Folder, file or known name of the checkpoint."""
@@ -35,6 +39,12 @@ class EngineOptions:
     seed: int | None = None
     """Seed of everything random that has no seed of its own."""
     log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(
+                f"seed is {self.seed}; it must lie between {-(2**63)} and {2**64 - 1}"
+            )
 
     def deployment(self, dtype: str) -> Deployment:
         """Return the deployment that these options ask for, in ``dtype``."""

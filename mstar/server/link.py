@@ -160,11 +160,13 @@ class EngineLink:
         delay = self._backoff.next_delay()
         how = f"signal {-status}" if status < 0 else f"status {status}"
         reason = f"the engine process ended ({how})" if failure is None else failure.error
-        logger.error("engine %s: %s; it is started again in %.1f s", pid, reason, delay)
-        self._listener.on_death(reason)
-        if self.facts is None and (
+        is_final = self.facts is None and (
             failure is not None or self._backoff.num_deaths >= _MAX_FIRST_DEATHS
-        ):
+        )
+        if not is_final:
+            logger.error("engine %s: %s; it is started again in %.1f s", pid, reason, delay)
+        self._listener.on_death(reason)
+        if is_final:
             self.state = EngineState.STOPPED
             self._listener.on_fatal(reason, failure is not None and failure.is_users_error)
             return

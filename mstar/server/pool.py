@@ -191,10 +191,11 @@ class WorkerPool:
             if not job.answer.done():
                 self._queue.appendleft(job)
         delay = self._backoff.next_delay()
-        logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
+        failure, self._failure = self._failure, None
+        if failure is None:
+            logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
         self._on_death()
         self._on_change()
-        failure, self._failure = self._failure, None
         if not self._was_ready and (failure is not None or self._backoff.num_deaths >= 3):
             reason = "its processes keep dying" if failure is None else failure.error
             self._on_fatal(reason, failure is not None and failure.is_users_error)

@@ -12,11 +12,14 @@ from typing import Any, Literal
 import msgspec
 
 from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.errors import RequestError
 from mstar.server.failures import ApiError, clip
 from mstar.transport.messages import Route
 
 MAX_CHOICES = 128
 """Choices of one HTTP request: prompts times ``n``."""
+MAX_TOKEN_ENTRIES = 2**18
+"""Entries of ``logit_bias`` and ``stop_token_ids``, times choices: each choice carries its own."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -214,10 +217,12 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
             f"prompts times n at most {MAX_CHOICES}",
             "n",
         )
+    params = _params(request)
+    _check_entries(params, num_choices * max(1, len(prompts)))
     return ParsedRequest(
         conversation=conversation,
         prompts=prompts,
-        params=_params(request),
+        params=params,
         num_choices=num_choices,
         stream=bool(request.stream),
         stream_options=request.stream_options or StreamOptions(),
@@ -394,18 +399,43 @@ def _params(request: ChatRequest | CompletionRequest) -> SamplingParams:
             max_tokens = DEFAULT_COMPLETION_TOKENS
         logprobs = request.logprobs
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
-        raise _bad(f"min_tokens is above max_tokens={max_tokens}; lower it", "min_tokens")
     given: dict[str, Any] = {
         name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
     }
-    return SamplingParams(
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        stop=tuple(stop),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        **given,
-    )
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            stop=tuple(stop),
+            stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
+            **given,
+        )
+    except RequestError as error:
+        raise _in_users_words(error, request) from None
+
+
+def _check_entries(params: SamplingParams, num_choices: int) -> None:
+    name = "logit_bias" if params.logit_bias else "stop_token_ids"
+    num_entries = len(params.logit_bias) + len(params.stop_token_ids)
+    if num_entries * num_choices > MAX_TOKEN_ENTRIES:
+        raise _bad(
+            f"logit_bias and stop_token_ids have {num_entries} entries for {num_choices} "
+            f"choice(s); entries times choices may be {MAX_TOKEN_ENTRIES} at most",
+            name,
+        )
+
+
+def _in_users_words(error: RequestError, request: ChatRequest | CompletionRequest) -> RequestError:
+    """Return a sampler's complaint about the field that the user wrote."""
+    name = error.param
+    if name == "logprobs" and isinstance(request, ChatRequest):
+        name = "top_logprobs"
+    if name == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
+        name = "max_completion_tokens"
+    if name is None or error.param is None:
+        return error
+    message = error.message.replace(error.param, name, 1)
+    return RequestError(message, param=name, code=error.code)
 
 
 _SAMPLING_FIELDS = (

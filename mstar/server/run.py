@@ -1,8 +1,10 @@
 """One server from start to end: socket, processes, signals, log lines, and the way out."""
 
 import asyncio
+import errno
 import hashlib
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -56,8 +58,12 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         server = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
+        # The error's own text of a taken port repeats the address.
+        is_lookup = isinstance(error, socket.gaierror)
+        reason = error.strerror if is_lookup else os.strerror(error.errno or 0)
+        remedy = "--host" if is_lookup or error.errno == errno.EADDRNOTAVAIL else "--port"
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --port"
+            f"cannot listen on {host}:{port} ({reason}); choose another {remedy}"
         ) from error
     server.setblocking(False)
     return server

@@ -17,6 +17,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -93,7 +94,22 @@ def page_key(prev: bytes, tokens: Sequence[int], items: Sequence[PageItem] = ())
         ValueError: If an id or a number of an item is out of range, an array is not 1-D, an item
             has no slot on the page, or items overlap or are out of order.
     """
+    if not len(items) and type(tokens) is list and type(prev) is bytes and len(prev) == _KEY_NBYTES:
+        count = len(tokens)
+        if set(map(type, tokens)) == {int}:
+            try:
+                preimage = _text_page(count).pack(_KEY_NBYTES, prev, 4 * count, *tokens, 0)
+            except struct.error:
+                pass  # Out of range: below, the value is found and named.
+            else:
+                return sha256(preimage).digest()
     return sha256(_field(_bytes(prev, "prev")) + _body(tokens, items, "")).digest()
+
+
+@lru_cache(maxsize=128)
+def _text_page(num_tokens: int) -> struct.Struct:
+    """Return the layout of what the key of a page without items is made from."""
+    return struct.Struct(f"<I{_KEY_NBYTES}sI{num_tokens}II")
 
 
 def end_key(prev: bytes, tokens: Sequence[int], items: Sequence[PageItem], end: int) -> bytes:

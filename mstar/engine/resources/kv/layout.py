@@ -29,7 +29,7 @@ class KVLayout:
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class KVPlan:
     """Where the segments of one step lie in the cache.
 

@@ -82,7 +82,7 @@ class KVManager(Resource):
             dtype=dtype,
             device=torch.device(deployment.device),
         )
-        self.cache = PagedKVCache(self.layout)
+        self.cache = _allocate(self.layout, config)
         self.index = PrefixIndex()
         self.pool = PagePool(num_pages, on_evict=self.index.remove)
         max_pages = -(-deployment.max_model_len // self.page_size)
@@ -408,3 +408,18 @@ class KVManager(Resource):
 
 _NEVER = np.iinfo(np.int64).max
 """In place of the number of indexed pages: this stream indexes none."""
+
+
+def _allocate(layout: KVLayout, config: KVConfig) -> PagedKVCache:
+    nbytes = layout.num_pages * config.page_nbytes(layout.page_size, layout.dtype.itemsize)
+    try:
+        # Beyond 64 bits torch would fail over the number itself.
+        if nbytes < 2**63:
+            return PagedKVCache(layout)
+        reason = "no machine has as much"
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"a KV cache of {layout.num_pages - 1} pages takes {nbytes / 2**30:.1f} GiB on "
+        f"{layout.device}, which are not there; ask for fewer pages or less memory ({reason:.200})"
+    )

@@ -1,7 +1,7 @@
 """What a request asks of sampling, and what a node declares about it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,8 @@ from mstar.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_LEN = 1000
+"""Of one stop string, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's own end tokens."""
 
-    def __post_init__(self) -> None:  # noqa: C901 - one rule a field
+    def __post_init__(self) -> None:  # noqa: C901, PLR0912 - one rule a field
         def number(name: str, low: float, high: float, *, integer: bool = False) -> None:
             value = getattr(self, name)
             kind = int if integer else (int, float)
@@ -88,12 +90,25 @@ class SamplingParams:
         if self.logprobs is not None:
             number("logprobs", 0, MAX_LOGPROBS, integer=True)
         if (
-            isinstance(self.stop, str)
+            not isinstance(self.stop, (tuple, list))
             or len(self.stop) > MAX_STOP_STRINGS
-            or not all(isinstance(s, str) and s for s in self.stop)
+            or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LEN for s in self.stop)
         ):
             raise RequestError(
-                f"stop must be at most {MAX_STOP_STRINGS} strings, none empty", param="stop"
+                f"stop is {self.stop!r:.60}; it must be a sequence of at most {MAX_STOP_STRINGS} "
+                f"strings, each of 1 to {MAX_STOP_LEN} characters",
+                param="stop",
+            )
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias is {self.logit_bias!r:.40}; it must map token ids to numbers",
+                param="logit_bias",
+            )
+        if not isinstance(self.stop_token_ids, Collection):
+            raise RequestError(
+                f"stop_token_ids is {self.stop_token_ids!r:.40}; it must be a sequence of token "
+                "ids",
+                param="stop_token_ids",
             )
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(self, name):
