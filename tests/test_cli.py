@@ -73,6 +73,23 @@ def test_a_port_out_of_range_is_one_clear_line(capsys: pytest.CaptureFixture[str
     assert "99999" in line
 
 
+@pytest.mark.parametrize("command", [["serve"], ["generate", "-p", "hi"]])
+def test_a_seed_out_of_range_is_one_clear_line(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "./nowhere", "--seed", str(2**64)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(2**64) in line
+
+
+def test_a_device_that_is_not_there_is_one_clear_line(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", model, "-p", "hi", "--device", "abacus"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "'abacus'" in line
+
+
 def test_a_missing_model_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "./nowhere", "-p", "hi"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -127,6 +144,27 @@ def test_chat_keeps_the_talk_and_forgets_it_on_reset(
     assert len(lengths) == 3
     assert lengths[0] == lengths[2] == len("<user>A")
     assert lengths[1] > lengths[0]
+
+
+def test_chat_that_has_outgrown_the_context_says_how_to_go_on(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("A\n" + "x" * 300 + "\nA\n"))
+    flags = ["--temperature", "0", "--num-pages", "64", "--max-model-len", "256"]
+    assert main(["chat", model, *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{EMOJI_TEXT}\n" * 2
+    assert "/reset forgets the talk)" in captured.err
+
+
+def test_an_answer_that_the_terminal_cannot_show_is_no_error(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert main(["generate", model, "-p", "A", "--temperature", "0", "--num-pages", "64"]) == 0
+    sys.stdout.flush()
+    assert shown.getvalue() == EMOJI_TEXT.encode("ascii", "replace") + b"\n"
 
 
 def test_env_lists_versions_and_settings(

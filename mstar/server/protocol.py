@@ -111,6 +111,8 @@ class ParsedRequest:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    names: Mapping[str, str]
+    """Fields that the user wrote under another name, by the engine's name."""
     unknown_fields: list[str]
     """Fields that nobody here knows; they changed nothing."""
 
@@ -234,6 +236,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         return_token_ids=bool(request.return_token_ids),
+        names=_names(request),
         unknown_fields=[
             clip(name, 64)
             for name in fields
@@ -411,7 +414,7 @@ def _params(request: ChatRequest | CompletionRequest) -> SamplingParams:
             **given,
         )
     except RequestError as error:
-        raise _in_users_words(error, request) from None
+        raise in_users_words(error, _names(request)) from None
 
 
 def _check_entries(params: SamplingParams, num_choices: int) -> None:
@@ -425,17 +428,22 @@ def _check_entries(params: SamplingParams, num_choices: int) -> None:
         )
 
 
-def _in_users_words(error: RequestError, request: ChatRequest | CompletionRequest) -> RequestError:
-    """Return a sampler's complaint about the field that the user wrote."""
-    name = error.param
-    if name == "logprobs" and isinstance(request, ChatRequest):
-        name = "top_logprobs"
-    if name == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
-        name = "max_completion_tokens"
-    if name is None or error.param is None:
+def _names(request: ChatRequest | CompletionRequest) -> dict[str, str]:
+    """Return the fields that the user wrote under another name than the engine has."""
+    names = {}
+    if isinstance(request, ChatRequest):
+        names["logprobs"] = "top_logprobs"
+        if request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+    return names
+
+
+def in_users_words(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return a complaint about the field that the user wrote."""
+    if error.param is None or error.param not in names:
         return error
-    message = error.message.replace(error.param, name, 1)
-    return RequestError(message, param=name, code=error.code)
+    name = names[error.param]
+    return RequestError(error.message.replace(error.param, name), param=name, code=error.code)
 
 
 _SAMPLING_FIELDS = (

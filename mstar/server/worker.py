@@ -15,7 +15,7 @@ from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.child import become_child
 from mstar.server.failures import ApiError
 from mstar.server.logs import configure_logging
-from mstar.server.protocol import ParsedRequest, ProtocolRules, parse
+from mstar.server.protocol import ParsedRequest, ProtocolRules, in_users_words, parse
 from mstar.transport.channel import ChildChannel
 from mstar.transport.messages import (
     AnswerOptions,
@@ -91,9 +91,11 @@ class Worker:
         assert self._preparer is not None, "a job came before the engine's numbers"
         parsed = parse(job.route, job.body, self._rules)
         self._warn(parsed.unknown_fields)
-        prompts = [
-            self._preparer.prepare(request) for request in _prompt_requests(job.request_id, parsed)
-        ]
+        requests = _prompt_requests(job.request_id, parsed)
+        try:
+            prompts = [self._preparer.prepare(request) for request in requests]
+        except RequestError as error:
+            raise in_users_words(error, parsed.names) from None
         request_ids, blobs = [], []
         for prompt in prompts:
             for place in range(parsed.num_choices):

@@ -119,6 +119,21 @@ def test_end_tokens_come_from_every_place_that_states_them(
     assert open_checkpoint(folder).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("end", ["</s>", [1, "2"], 1.5, {"id": 2}])
+def test_an_end_token_that_is_no_id_is_refused(tmp_path: Path, end: object) -> None:
+    checkpoint = open_checkpoint(_folder(tmp_path / "m", eos_token_id=end))
+    with pytest.raises(WeightsError, match=r"eos_token_id is .*; it must be an id"):
+        _ = checkpoint.eos_token_ids
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(WeightsError, match=r"model\.safetensors: cannot be read: "):
+        open_checkpoint(folder)
+
+
 def test_broken_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has no config\.json"):
         open_checkpoint(tmp_path)

@@ -251,6 +251,12 @@ def test_automatic_dtype_is_the_checkpoints_own(
     assert load_model(str(folder))[1] == expected
 
 
+@pytest.mark.parametrize("device", ["abacus", "cuda:4096", "meta", ""])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device is '{device}'"):
+        load_model(str(tmp_path), device=device)
+
+
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'int4'.*bfloat16"):
         load_model(str(tmp_path), dtype="int4")

@@ -4,6 +4,7 @@ import http.client
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import openai
@@ -329,14 +330,17 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 100_000}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**12}, "max_tokens"),
-    ({"max_completion_tokens": 5000}, "max_tokens"),
+    ({"max_completion_tokens": 5000}, "max_completion_tokens"),
+    ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"logit_bias": {"9999": 1}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"stop": ["a"] * 100}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"top_logprobs": 3}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 1000}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+    ({"stop": ["a" * 2000]}, "stop"),
     ({"tools": []}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -489,6 +493,18 @@ def test_a_client_that_leaves_frees_everything(server: ServerProcess, stream: bo
     connection.close()
     wait_until(lambda: is_idle(server), seconds=3)
     assert metric(server, "request_success_total") == aborted + 2
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error(
+    server: ServerProcess, client: OpenAI
+) -> None:
+    with closing(connect(server)) as half:
+        half.putrequest("POST", CHAT)
+        half.putheader("content-length", "1000")
+        half.endheaders(b'{"mess')
+    client.chat.completions.create(model="tiny", messages=user("A"), max_tokens=1)
+    assert "Traceback" not in server.log
+    assert "ERROR" not in server.log
 
 
 def test_health_answers_while_a_huge_prompt_is_prepared(

@@ -287,6 +287,7 @@ def test_broken_weights_end_with_the_reason_and_no_traceback(
     assert "cannot start" in ended.stderr
     assert "model.safetensors" in ended.stderr
     assert "Traceback" not in ended.stderr
+    assert "started again" not in ended.stderr
 
 
 def test_a_taken_port_ends_with_one_clear_line(tiny: TinyModel) -> None:
@@ -297,4 +298,13 @@ def test_a_taken_port_ends_with_one_clear_line(tiny: TinyModel) -> None:
         ended = serve(str(tiny.folder), "--port", port, "--log-level", "error")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert port in line
+    assert line.count(port) == 1
+    assert "choose another --port" in line
+
+
+def test_an_address_that_is_not_here_ends_with_one_clear_line(tiny: TinyModel) -> None:
+    ended = serve(str(tiny.folder), "--host", "192.0.2.1", "--port", "0", "--log-level", "error")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "192.0.2.1" in line
+    assert "choose another --host" in line

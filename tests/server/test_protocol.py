@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from mstar.errors import RequestError
 from mstar.server.failures import ApiError
 from mstar.server.protocol import (
+    MAX_TOKEN_ENTRIES,
     ChatRequest,
     CompletionRequest,
     ParsedRequest,
@@ -146,6 +147,34 @@ def test_a_bad_number_is_the_samplers_error() -> None:
     with pytest.raises(RequestError) as caught:
         chat(temperature=-1)
     assert caught.value.param == "temperature"
+
+
+def test_complaints_name_the_field_that_the_user_wrote() -> None:
+    with pytest.raises(RequestError, match=r"^max_completion_tokens is 0;") as caught:
+        chat(max_completion_tokens=0, max_tokens=5)
+    assert caught.value.param == "max_completion_tokens"
+    with pytest.raises(RequestError, match=r"^top_logprobs is 21;"):
+        chat(logprobs=True, top_logprobs=21)
+    with pytest.raises(RequestError, match=r"^logprobs is 21;"):
+        complete(logprobs=21)
+    with pytest.raises(RequestError, match=r"^max_tokens is -1;"):
+        chat(max_tokens=-1)
+    with pytest.raises(RequestError, match=r"^min_tokens is 20; .* 16"):
+        complete(min_tokens=20)
+
+
+def test_a_stop_token_given_twice_counts_once() -> None:
+    assert chat(stop_token_ids=[3, 1, 3, 3]).params.stop_token_ids == (3, 1)
+
+
+def test_entries_that_every_choice_carries_are_bounded() -> None:
+    """A body of 12 MB once kept the engine from everybody else for a minute."""
+    bias = {str(token): 1 for token in range(MAX_TOKEN_ENTRIES // 128 + 1)}
+    assert len(chat(logit_bias=bias).params.logit_bias) == len(bias)
+    error = refusal(logit_bias=bias, n=128).error
+    assert error.param == "logit_bias"
+    assert str(MAX_TOKEN_ENTRIES) in error.message
+    assert refusal(stop_token_ids=[*map(int, bias)], n=128).error.param == "stop_token_ids"
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

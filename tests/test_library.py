@@ -1,0 +1,168 @@
+"""The engine in process, as careless users call it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mstar import Engine, SamplingParams
+from mstar.engine.output import ErrorInfo, RequestOutput
+from mstar.engine.resources.base import Deployment
+from mstar.errors import MstarError, RequestError
+from tests.server.processes import write_tiny_model
+
+SHORT = SamplingParams(max_tokens=4, temperature=0.0)
+LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return Engine(str(folder), deployment=Deployment(num_pages=32, max_model_len=128))
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    stats = shared.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_pages_used) == (0, 0, 0)
+    shared.core.check()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([18, 19], np.int32),
+        torch.tensor([18, 19]),
+        [np.int64(18), np.int64(19)],
+        (18, 19),
+        range(18, 20),
+    ],
+    ids=["numpy", "torch", "numpy integers", "tuple", "range"],
+)
+def test_ids_may_come_as_any_sequence_or_array(engine: Engine, ids: Any) -> None:
+    (expected,) = engine.generate([18, 19], SHORT)
+    calls: list[Any] = [ids, [ids]]
+    for prompts in calls:
+        (answer,) = engine.generate(prompts, SHORT)
+        assert answer.token_ids == expected.token_ids
+    with engine.stream(ids, SHORT) as stream:
+        assert "".join(stream) == expected.text
+
+
+def test_texts_and_ids_may_stand_side_by_side_and_no_prompts_give_no_answers(
+    engine: Engine,
+) -> None:
+    prompts: list[str | list[int]] = ["34", engine.tokenizer.encode("34")]
+    text, ids = engine.generate(prompts, SHORT)
+    assert text.text == ids.text == "5678"
+    assert engine.generate([], SHORT) == []
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None,
+        5,
+        b"hello",
+        {"a"},
+        iter("ab"),
+        "",
+        [""],
+        [[]],
+        [1.5],
+        [True],
+        [[-1]],
+        [[10**9]],
+        ["a", 1],
+        ["a", None],
+        [b"a"],
+        [1, "a"],
+        np.array([1.5]),
+    ],
+    # A whole repr may hold an address.
+    ids=lambda value: repr(value)[:12],
+)
+def test_what_is_no_prompt_is_refused_by_name(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.generate(prompts, SHORT)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 3, [3], [SHORT, SHORT], []], ids=str)
+def test_what_is_no_params_is_refused_by_name(engine: Engine, params: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.generate("a", params)
+    assert caught.value.param == "params"
+
+
+def test_a_stream_is_of_a_prompt_or_of_messages(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="either a prompt or messages"):
+        engine.stream()
+    with pytest.raises(RequestError, match="either a prompt or messages"):
+        engine.stream("3", messages=[{"role": "user", "content": "3"}])
+
+
+def test_a_stream_that_was_forgotten_runs_no_longer(engine: Engine) -> None:
+    for _ in engine.stream("3", LONG):
+        break
+    assert engine.stats().num_running == 0
+
+
+def test_a_stream_read_to_its_end_leaves_nothing_behind(engine: Engine) -> None:
+    stream = engine.stream("3", SHORT)
+    assert "".join(stream) == stream.completion.text == "4567"
+    assert not engine._answers
+    assert list(stream) == []
+
+
+def test_a_closed_stream_says_so(engine: Engine) -> None:
+    stream = engine.stream("3", LONG)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+    with pytest.raises(RuntimeError, match="was closed before its end"):
+        _ = stream.completion
+
+
+def test_interleaved_streams_and_calls_do_not_disturb_each_other(engine: Engine) -> None:
+    expected = [answer.text for answer in engine.generate(["1", "5"], LONG)]
+    one, other = engine.stream("1", LONG), engine.stream("5", LONG)
+    texts = [next(one), next(other)]
+    assert engine.generate("3", SHORT)[0].text == "4567"
+    texts[1] += "".join(other)
+    texts[0] += "".join(one)
+    assert texts == expected
+
+
+def test_a_request_that_fails_inside_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = engine.generate("5", LONG)
+    failing, going = engine.stream("1", LONG), engine.stream("5", LONG)
+    text = next(going)
+    step = engine.core.step
+
+    def broken_step() -> list[RequestOutput]:
+        outputs = step()
+        engine.core.abort(failing._request_id)
+        failure = RequestOutput(
+            request_id=failing._request_id,
+            token_ids=[],
+            finish_reason="error",
+            num_prompt_tokens=1,
+            num_cached_tokens=0,
+            error=ErrorInfo("it broke", "internal_error"),
+        )
+        return [failure, *(out for out in outputs if out.request_id != failing._request_id)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "step", broken_step)
+        text += next(going)
+    text += "".join(going)
+    assert text == expected.text
+    with pytest.raises(MstarError, match="it broke"):
+        list(failing)
