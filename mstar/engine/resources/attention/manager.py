@@ -38,6 +38,7 @@ class AttentionManager(Resource):
         self.backend = backend
         self.depends_on = (backend.config.kv_cache,)
         self._checked: tuple[Segment, ...] | None = None
+        self._all_causal: tuple[bool, ...] = ()
         """Segments whose spans are known to be the cache's."""
 
     @classmethod
@@ -71,9 +72,10 @@ class AttentionManager(Resource):
             spans = kv_plan.qo_lens.tolist()
             assert [s.span for s in segments] == spans, f"cache planned spans {spans}: {segments}"
             self._checked = segments
+            self._all_causal = (True,) * len(segments)
         is_causal = step.is_causal if isinstance(step, AttentionStep) else None
         if is_causal is None:
-            is_causal = (True,) * len(segments)
+            is_causal = self._all_causal
         assert len(is_causal) == len(segments), f"{len(is_causal)} flags, {len(segments)} segments"
         return self.backend.plan(kv_plan, is_causal)
 

@@ -53,6 +53,31 @@ class Workspace:
         return self._memory
 
 
+class _Short:
+    """The pieces of segments that all are short, as far as they do not change from step to step.
+
+    Args:
+        kv_plan: A step of these segments.
+        is_causal: One a segment.
+    """
+
+    __slots__ = ("_rest", "is_causal", "qo_lens")
+
+    def __init__(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> None:
+        self.qo_lens = kv_plan.qo_lens
+        self.is_causal = is_causal
+        self._rest = (
+            kv_plan.qo_indptr[:-1],
+            np.arange(len(kv_plan.qo_lens), dtype=np.int32),
+            np.asarray(is_causal, np.int32),
+        )
+
+    def pieces(self, kv_lens: _Int32) -> "_Pieces":
+        """Return the pieces for streams of these lengths."""
+        starts, every, is_causal = self._rest
+        return self.qo_lens, starts, kv_lens, every, is_causal
+
+
 class PagedPlan(AttentionPlan):
     """A step as the kernel's arguments, made once for each distinct window and soft cap.
 
@@ -63,7 +88,7 @@ class PagedPlan(AttentionPlan):
         workspace: Shared by the plans of a backend.
         config: Heads, scale and per-layer rules.
         kv_plan: The step.
-        is_causal: One a segment.
+        pieces: Its segments, cut.
     """
 
     def __init__(
@@ -74,7 +99,7 @@ class PagedPlan(AttentionPlan):
         workspace: Workspace,
         config: AttentionConfig,
         kv_plan: KVPlan,
-        is_causal: Sequence[bool],
+        pieces: "_Pieces",
     ) -> None:
         _check(kv_plan)
         self._kernel = kernel
@@ -83,14 +108,13 @@ class PagedPlan(AttentionPlan):
         self._config = config
         self._kv_plan = kv_plan
         self._shape = (int(kv_plan.qo_indptr[-1]), config.num_qo_heads, config.head_dim)
-        self._pieces = _cut(kv_plan, np.asarray(is_causal, np.int32))
+        self._pieces = pieces
         self._flash = flash
-        self._long: tuple[_Int32, ...] | None = None
-        if flash is not None and self._pieces[0].max(initial=0) >= LONG_PIECE_LEN:
-            is_long = self._pieces[0] >= LONG_PIECE_LEN
-            self._long = tuple(np.ascontiguousarray(array[is_long]) for array in self._pieces)
-            a, b, c, d, e = (np.ascontiguousarray(array[~is_long]) for array in self._pieces)
-            self._pieces = (a, b, c, d, e)
+        self._long: _Pieces | None = None
+        if flash is not None:
+            is_long = pieces[0] >= LONG_PIECE_LEN
+            self._long = _select(pieces, is_long)
+            self._pieces = _select(pieces, ~is_long)
         # The kernel sees addresses only: what they point at lives as long as the plan.
         self._alive: list[object] = []
         self._calls: dict[tuple[int | None, float | None], list[tuple[int | float, ...]]] = {}
@@ -114,13 +138,13 @@ class PagedPlan(AttentionPlan):
         )
         for arguments in calls:
             self._kernel.attend(*arguments, *tensors)
-        if self._long is not None:
+        if self._long is not None and len(self._long[0]):
             self._attend_long(self._long, tensors, rules.window or 0, rules.soft_cap or 0.0)
         return out
 
     def _attend_long(
         self,
-        pieces: tuple[_Int32, ...],
+        pieces: "_Pieces",
         tensors: tuple[int, int, int, int],
         window: int,
         soft_cap: float,
@@ -206,15 +230,18 @@ class PagedPlan(AttentionPlan):
         )
 
 
-def _cut(plan: KVPlan, is_causal: _Int32) -> tuple[_Int32, _Int32, _Int32, _Int32, _Int32]:
-    """Return the pieces of all segments.
+_Pieces = tuple[_Int32, _Int32, _Int32, _Int32, _Int32]
+"""Each array has one number a piece: new tokens, the first of them among all of the step, slots up
+to the last of them (all of the stream's where it is not causal), segment, causal or not."""
 
-    Each array has one number a piece: new tokens, the first of them among all of the step, slots
-    up to the last of them (all of the stream's where it is not causal), segment, causal or not.
-    """
-    if plan.qo_lens.min(initial=1) and plan.qo_lens.max(initial=0) <= PIECE_LEN:
-        every = np.arange(len(plan.qo_lens), dtype=np.int32)
-        return plan.qo_lens, plan.qo_indptr[:-1], plan.kv_lens, every, is_causal
+
+def _select(pieces: _Pieces, which: npt.NDArray[np.bool_]) -> _Pieces:
+    a, b, c, d, e = (np.ascontiguousarray(array[which]) for array in pieces)
+    return a, b, c, d, e
+
+
+def _cut(plan: KVPlan, is_causal: _Int32) -> _Pieces:
+    """Return the pieces of all segments."""
     num_pieces = -(-plan.qo_lens // PIECE_LEN)
     segments = np.repeat(np.arange(len(num_pieces), dtype=np.int32), num_pieces)
     ordinal = (
@@ -271,6 +298,7 @@ class Backend(AttentionBackend):
         self._level: int = kernel.LEVEL if level is None else level
         assert 0 <= self._level <= kernel.LEVEL, f"level {level}, the machine has {kernel.LEVEL}"
         self._workspace = Workspace()
+        self._short: _Short | None = None
         self._flash = None
         if level is None and layout.dtype == torch.bfloat16 and config.head_dim % 32 == 0:
             flash = _load_kernel("_flash")
@@ -293,12 +321,22 @@ class Backend(AttentionBackend):
 
     def plan(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan:
         """Cut the segments into pieces; the kernel's calls are made when a layer first asks."""
+        lens, short, flash = kv_plan.qo_lens, self._short, None
+        if short is not None and short.qo_lens is lens and short.is_causal is is_causal:
+            pieces = short.pieces(kv_plan.kv_lens)
+        else:
+            limit = LONG_PIECE_LEN if self._flash is not None else PIECE_LEN + 1
+            if lens.min(initial=1) and lens.max(initial=0) < limit:
+                self._short = short = _Short(kv_plan, is_causal)
+                pieces = short.pieces(kv_plan.kv_lens)
+            else:
+                pieces, flash = _cut(kv_plan, np.asarray(is_causal, np.int32)), self._flash
         return PagedPlan(
             self._kernel,
-            self._flash,
+            flash,
             self._level,
             self._workspace,
             self.config,
             kv_plan,
-            is_causal,
+            pieces,
         )
