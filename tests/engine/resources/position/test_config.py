@@ -83,7 +83,12 @@ def test_no_llama31_factor_gives_an_empty_dict() -> None:
 
 
 def test_equal_llama31_factors_are_legal() -> None:
-    PositionConfig("kv", low_freq_factor=1.0, high_freq_factor=1.0, old_context_len=8192)
+    config = PositionConfig("kv", low_freq_factor=1.0, high_freq_factor=1.0, old_context_len=8192)
+    assert config.llama31_params == {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "old_context_len": 8192,
+    }
 
 
 @pytest.mark.parametrize(

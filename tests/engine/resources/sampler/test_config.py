@@ -59,8 +59,11 @@ def test_more_tokens_at_least_than_at_most_are_refused() -> None:
 
 
 def test_ends_of_the_ranges_are_legal() -> None:
-    SamplingParams(temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), logprobs=0)
-    SamplingParams(temperature=100, top_k=0, seed=2**64 - 1, logprobs=20, logit_bias={0: -100})
+    low = SamplingParams(temperature=0, top_k=-1, top_p=1, min_p=1, seed=-(2**63), logprobs=0)
+    assert (low.temperature, low.top_k, low.seed, low.logprobs) == (0, -1, -(2**63), 0)
+    high = SamplingParams(temperature=100, seed=2**64 - 1, logprobs=20, logit_bias={0: -100})
+    assert (high.temperature, high.seed, high.logprobs) == (100, 2**64 - 1, 20)
+    assert high.logit_bias == {0: -100}
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
