@@ -10,7 +10,12 @@ from mstar.errors import ConfigError, UnsupportedError
 from mstar.models.memory import use_huge_pages
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+
+    from mstar.models.base import Description
+    from mstar.models.checkpoint import Checkpoint
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "mstar.models.decoder",
@@ -19,7 +24,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "mstar.models.decoder",
     "Gemma3ForCausalLM": "mstar.models.decoder",
 }
-"""Architecture to the module whose ``load`` builds it."""
+"""Architecture to the module whose ``load`` builds it and whose ``describe`` needs no weights."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -44,25 +49,79 @@ def load_model(
         progress: Called with layers loaded and layers in all.
 
     Raises:
-        ConfigError: If there is no such dtype, load format or device.
+        ConfigError: If there is no such dtype, load format or device, or the weights do not fit.
         ModelNotFoundError: If the name leads nowhere.
         WeightsError: If the checkpoint is broken.
         UnsupportedError: If the architecture is not built; names the nearest that is.
     """
     import torch  # noqa: PLC0415 - naming architectures must not load torch
 
+    _check_choices(dtype, load_format)
+    target = _usable_device(device)
+    checkpoint, family = _open(name, target, load_format)
+    # The content is named while the weights are read: both take their time from the same files.
+    checkpoint.begin_fingerprint()
+    if dtype == "auto":
+        dtype = checkpoint.own_dtype
+    try:
+        model: Model = family.load(
+            checkpoint,
+            name=name,
+            dtype=getattr(torch, dtype),
+            device=target,
+            progress=progress,
+        )
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(target)
+        placed = torch.cuda.memory_allocated(target)
+        raise ConfigError(
+            f"the weights of {name} do not fit on {device}: it has {total / 1e9:.2f} GB, "
+            f"{placed / 1e9:.2f} GB of weights are placed and {free / 1e9:.2f} GB are free; choose "
+            "a smaller model or dtype, or free the GPU"
+        ) from error
+    if target.type == "cpu":
+        use_huge_pages()
+    return model, dtype
+
+
+def describe_model(
+    name: str, *, dtype: str = "auto", device: str = "cpu", load_format: str = "auto"
+) -> "tuple[Description, str]":
+    """Return what a model says of itself, and the dtype it would be in; no weights are loaded.
+
+    Args:
+        name: A folder, a GGUF file, a built-in name or a Hugging Face id.
+        dtype: One of ``DTYPES``; ``auto`` is the checkpoint's own, bfloat16 for packed weights.
+        device: Name of a torch device.
+        load_format: One of ``LOAD_FORMATS``.
+
+    Raises:
+        ConfigError: If there is no such dtype, load format or device.
+        ModelNotFoundError: If the name leads nowhere.
+        WeightsError: If the checkpoint is broken.
+        UnsupportedError: If the architecture is not built; names the nearest that is.
+    """
+    _check_choices(dtype, load_format)
+    checkpoint, family = _open(name, _usable_device(device), load_format)
+    described: Description = family.describe(checkpoint)
+    return described, checkpoint.own_dtype if dtype == "auto" else dtype
+
+
+def _check_choices(dtype: str, load_format: str) -> None:
+    for name, value, known in (
+        ("dtype", dtype, DTYPES),
+        ("load_format", load_format, LOAD_FORMATS),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+def _open(name: str, device: "torch.device", load_format: str) -> "tuple[Checkpoint, ModuleType]":
+    """Return a model's checkpoint and the module of its family."""
     from mstar.models.checkpoint import open_checkpoint  # noqa: PLC0415
     from mstar.models.dummy import open_dummy  # noqa: PLC0415
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}"
-        )
-    is_dummy = load_format == "dummy"
-    target = _usable_device(device)
-    checkpoint = open_dummy(name, target) if is_dummy else open_checkpoint(name)
+    checkpoint = open_dummy(name, device) if load_format == "dummy" else open_checkpoint(name)
     architecture = checkpoint.architecture
     module = ARCHITECTURES.get(architecture)
     if module is None:
@@ -71,18 +130,7 @@ def load_model(
             f"{name}: architecture {architecture!r} is not built; the nearest that is: "
             f"{nearest[0]} (all: {', '.join(ARCHITECTURES)})"
         )
-    if dtype == "auto":
-        dtype = checkpoint.own_dtype
-    model: Model = importlib.import_module(module).load(
-        checkpoint,
-        name=name,
-        dtype=getattr(torch, dtype),
-        device=target,
-        progress=progress,
-    )
-    if target.type == "cpu":
-        use_huge_pages()
-    return model, dtype
+    return checkpoint, importlib.import_module(module)
 
 
 def _usable_device(name: str) -> "torch.device":

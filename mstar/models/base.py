@@ -1,8 +1,24 @@
 """What generating text asks of a model: one walk for the prompt, one for the answer."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from mstar.engine.graph import Cursor, Graph, Loop, Run
 from mstar.engine.model import Model
 from mstar.engine.request import Request
+from mstar.engine.resources.spec import NodeResourceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What can be said of a model without its weights in memory."""
+
+    root_constants: Mapping[str, str] | None
+    """What its KV depends on beside the deployment's numbers; ``None``: unknown."""
+    specs: Sequence[NodeResourceSpec]
+    vocab_size: int
+    max_model_len: int
+    """The context the model was made for, in tokens."""
 
 
 def text_graph(node: str) -> Graph:

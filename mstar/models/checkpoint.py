@@ -1,6 +1,8 @@
 """A model's checkpoint, whichever way it is stored: configuration, tensors and content name."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from torch import Tensor
 
 from mstar.engine.resources.kv.keys import fingerprint
 from mstar.errors import UnsupportedError, WeightsError
-from mstar.models.files import file_sha256
+from mstar.models.files import digest_in_background
 from mstar.models.gguf_model import nearest, read_gguf_model
 from mstar.models.locate import resolve
 from mstar.models.weights import StoredTensor, folder_tensors, read_json
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -42,6 +46,7 @@ class Checkpoint:
         self.freq_factors = freq_factors
         """float32 ``[rotary_dim // 2]``; the rotary frequencies are to be divided by it."""
         self._tensors = tensors
+        self._digests: list[Future[str]] | None = None
 
     @property
     def architecture(self) -> str:
@@ -132,17 +137,35 @@ class Checkpoint:
             )
         return stored.load()
 
-    def fingerprint(self, cache_dir: Path | None = None) -> bytes:
-        """Return the content name of weights and config: 32 bytes, the same under any file name.
+    def begin_fingerprint(self, cache_dir: Path | None = None) -> None:
+        """Begin to name the content in the background, for :meth:`fingerprint` to wait for.
 
         Args:
             cache_dir: Where digests of files are remembered; ``None``: the default one.
         """
-        files = {tensor.file for tensor in self._tensors.values()}
-        digests = sorted(file_sha256(file, cache_dir) for file in files)
-        if self.path.is_dir():
-            digests.insert(0, file_sha256(self.path / "config.json", cache_dir))
-        return fingerprint("mstar-checkpoint-v1", *digests)
+        if self._digests is None:
+            files = sorted({tensor.file for tensor in self._tensors.values()})
+            own = [self.path / "config.json"] if self.path.is_dir() else []
+            self._digests = digest_in_background([*own, *files], cache_dir)
+
+    def fingerprint(self, cache_dir: Path | None = None) -> bytes | None:
+        """Return the content name of weights and config: 32 bytes, the same under any file name.
+
+        Args:
+            cache_dir: Where digests of files are remembered; ``None``: the default one.
+
+        Returns:
+            ``None`` where a file cannot be read to its end: content without a name.
+        """
+        self.begin_fingerprint(cache_dir)
+        assert self._digests is not None
+        try:
+            digests = [digest.result() for digest in self._digests]
+        except OSError as error:
+            _LOG.info("%s: the content has no name: %s", self.path, error)
+            return None
+        num_own = 1 if self.path.is_dir() else 0
+        return fingerprint("mstar-checkpoint-v1", *digests[:num_own], *sorted(digests[num_own:]))
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors.get(name)

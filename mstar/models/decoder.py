@@ -26,7 +26,7 @@ from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, Sa
 from mstar.engine.resources.sampler.manager import SamplerPlan
 from mstar.engine.resources.step import NodeStep
 from mstar.errors import WeightsError
-from mstar.models.base import TextModel, text_graph
+from mstar.models.base import Description, TextModel, text_graph
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder_config import DecoderConfig, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
@@ -102,16 +102,26 @@ class DecoderNode(RecordableNode):
         ids = torch.from_numpy(batch.token_ids()).to(self._embedding.device, non_blocking=True)
         rows = None
         if len(batch.yielding) != len(ids):
-            last = kv.qo_indptr[1:][list(batch.yielding)] - 1
-            rows = torch.from_numpy(last).to(ids.device)
-        hidden = self.hidden(ids, kv, plans["position"], plans["attention"], rows)
+            rows = torch.from_numpy(batch.last_rows()).to(ids.device)
+        x = self.embed(ids, batch, plans)
+        hidden = self.hidden(x, kv, plans["position"], plans["attention"], rows)
         if not batch.yielding:
             return NodeOutput(token_ids=())
         return self.finish(batch, self.logits(hidden), plans)
 
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         """Return the logits behind every token."""
-        return self.logits(self.hidden(ids, plans["kv"], plans["position"], plans["attention"]))
+        x = self.embed_ids(ids)
+        return self.logits(self.hidden(x, plans["kv"], plans["position"], plans["attention"]))
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """Return ``[num_tokens, hidden_size]``: the rows of ids, scaled as the family has it."""
+        x = functional.embedding(ids, self._embedding)
+        return x if self._embedding_scale is None else x * self._embedding_scale
+
+    def embed(self, ids: Tensor, batch: Batch, plans: Mapping[str, Any]) -> Tensor:
+        """Return what the first layer is given for a batch, ``[num_tokens, hidden_size]``."""
+        return self.embed_ids(ids)
 
     def finish(self, batch: Batch, rows: Tensor, plans: Mapping[str, Any]) -> NodeOutput:
         """Sample from logits."""
@@ -125,7 +135,7 @@ class DecoderNode(RecordableNode):
 
     def hidden(
         self,
-        ids: Tensor,
+        x: Tensor,
         kv: KVPlan,
         position: PositionPlan,
         attention: AttentionPlan,
@@ -134,7 +144,7 @@ class DecoderNode(RecordableNode):
         """Write the KV of all tokens and return the last layer's output.
 
         Args:
-            ids: int64 ``[num_tokens]``.
+            x: ``[num_tokens, hidden_size]``, embedded.
             kv: Where the tokens are written.
             position: Their positions.
             attention: What they attend to.
@@ -146,11 +156,8 @@ class DecoderNode(RecordableNode):
         """
         num_heads = self._config.num_heads
         num_rotated = num_heads + self._config.num_kv_heads
-        shape = (len(ids), num_rotated + self._config.num_kv_heads, self._config.head_dim)
+        shape = (len(x), num_rotated + self._config.num_kv_heads, self._config.head_dim)
         activation = self._config.activation
-        x = functional.embedding(ids, self._embedding)
-        if self._embedding_scale is not None:
-            x = x * self._embedding_scale
         out: Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.input_norm.add(x, out)).view(shape)
@@ -200,19 +207,57 @@ class DecoderModel(TextModel):
         rope_interleaved: bool,
         weights_key: bytes | None,
     ) -> None:
+        described = _describe(config, stop_token_ids, rope_interleaved, weights_key)
         self.name = name
         self.config = config
         self.graph = text_graph(_NODE)
         self.nodes = {_NODE: node}
-        self.vocab_size = config.vocab_size
-        self.max_model_len = config.max_position
+        self.vocab_size = described.vocab_size
+        self.max_model_len = described.max_model_len
         self.stop_token_ids = stop_token_ids
-        self.root_constants = (
-            None
-            if weights_key is None
-            else {"weights": weights_key.hex(), "model": repr(config), "code": "decoder-v1"}
-        )
-        self.specs = _specs(config, stop_token_ids, rope_interleaved)
+        self.root_constants = described.root_constants
+        self.specs = described.specs
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Return what the model of a checkpoint says of itself; reads no weights but to name them.
+
+    Raises:
+        WeightsError: If the config misses a field.
+        UnsupportedError: If the config asks for something that is not built.
+    """
+    return _describe(
+        _config_of(checkpoint),
+        frozenset(checkpoint.eos_token_ids),
+        checkpoint.rope_interleaved,
+        checkpoint.fingerprint(),
+    )
+
+
+def _describe(
+    config: DecoderConfig,
+    stop_token_ids: frozenset[int],
+    rope_interleaved: bool,
+    weights_key: bytes | None,
+) -> Description:
+    constants = None
+    if weights_key is not None:
+        constants = {"weights": weights_key.hex(), "model": repr(config), "code": "decoder-v1"}
+    return Description(
+        root_constants=constants,
+        specs=_specs(config, stop_token_ids, rope_interleaved),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position,
+    )
+
+
+def _config_of(checkpoint: Checkpoint) -> DecoderConfig:
+    config = decoder_config(checkpoint.config, checkpoint.architecture)
+    if checkpoint.freq_factors is not None:
+        factors = tuple(checkpoint.freq_factors.tolist())
+        rope = tuple(replace(params, freq_factors=factors) for params in config.rope)
+        config = replace(config, rope=rope)
+    return config
 
 
 def _specs(
@@ -268,6 +313,7 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    node_class: type[DecoderNode] = DecoderNode,
 ) -> DecoderModel:
     """Return the model of a checkpoint, its weights on ``device`` in ``dtype``.
 
@@ -275,11 +321,7 @@ def load(
         WeightsError: If a tensor is missing, of a wrong shape, or one that nothing uses.
         UnsupportedError: If the config asks for something that is not built.
     """
-    config = decoder_config(checkpoint.config, checkpoint.architecture)
-    if checkpoint.freq_factors is not None:
-        factors = tuple(checkpoint.freq_factors.tolist())
-        rope = tuple(replace(params, freq_factors=factors) for params in config.rope)
-        config = replace(config, rope=rope)
+    config = _config_of(checkpoint)
     weights = _Weights(checkpoint, config, dtype, device)
     embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = []
@@ -297,7 +339,7 @@ def load(
     return DecoderModel(
         name,
         config,
-        DecoderNode(config, layers, embedding, norm, head),
+        node_class(config, layers, embedding, norm, head),
         stop_token_ids=frozenset(checkpoint.eos_token_ids),
         rope_interleaved=checkpoint.rope_interleaved,
         weights_key=checkpoint.fingerprint(),

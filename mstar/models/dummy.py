@@ -48,6 +48,9 @@ class DummyCheckpoint(Checkpoint):
             return drawn.mul_(0.1).add_(1)
         return drawn if "embed" in name else drawn.mul_(2 * shape[-1] ** -0.5)
 
+    def begin_fingerprint(self, cache_dir: Path | None = None) -> None:
+        """Do nothing: there is no file to read."""
+
     def fingerprint(self, cache_dir: Path | None = None) -> bytes:
         """Return the content name of weights that follow from a seed and a config."""
         config = repr(sorted(self.config.items()))
