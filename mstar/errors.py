@@ -6,6 +6,7 @@
     ├── ConfigError            a setting of model or deployment is wrong    (a ValueError)
     ├── ModelNotFoundError     a model's name leads to no checkpoint        (a FileNotFoundError)
     ├── WeightsError           a checkpoint's files are broken              (a ValueError)
+    ├── TraceError             a request trace is broken                    (a ValueError)
     ├── UnsupportedError       nothing here can do it; carries the reasons  (a NotImplementedError)
     ├── EngineDeadError        the engine process ended when needed         (a RuntimeError)
     └── RequestError           a request is wrong; carries param and code   (a ValueError)
@@ -31,6 +32,10 @@ class ModelNotFoundError(MstarError, FileNotFoundError):
 
 class WeightsError(MstarError, ValueError):
     """A checkpoint's file is missing, truncated or does not fit its config."""
+
+
+class TraceError(MstarError, ValueError):
+    """A trace of requests cannot be read, or a line of it is no request."""
 
 
 class UnsupportedError(MstarError, NotImplementedError):

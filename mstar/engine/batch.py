@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstar.engine.output import TokenLogprobs
-from mstar.engine.request import Request
+from mstar.engine.request import Request, RequestItem
 from mstar.engine.resources.step import NodeStep, Segment
 
 
@@ -30,6 +30,8 @@ class Batch:
     """Indices of the requests whose known tokens all are computed after this step."""
     is_decode: bool
     """Every request computes its one last token."""
+    items: tuple[RequestItem, ...] = ()
+    """The item of each request that the node encodes; empty: it computes tokens."""
 
     @classmethod
     def of(cls, node: str, spans: Sequence[tuple[Request, int]]) -> Self:
@@ -45,6 +47,18 @@ class Batch:
             len(yielding) == len(spans) == sum(span for _, span in spans),
         )
 
+    @classmethod
+    def of_items(cls, node: str, items: Sequence[tuple[Request, RequestItem]]) -> Self:
+        """Return the batch that encodes an item of each request."""
+        return cls(
+            node,
+            tuple(request for request, _ in items),
+            tuple(Segment(request.request_id, "main", 0) for request, _ in items),
+            (),
+            False,
+            tuple(item for _, item in items),
+        )
+
     @property
     def is_due(self) -> bool:
         """Whether the walks of all its requests wait for its node."""
@@ -53,7 +67,15 @@ class Batch:
 
     def alone(self, index: int) -> Self:
         """Return the batch of one of its requests."""
+        if self.items:
+            return self.of_items(self.node, [(self.requests[index], self.items[index])])
         return self.of(self.node, [(self.requests[index], self.segments[index].span)])
+
+    def last_rows(self) -> npt.NDArray[np.int64]:
+        """Return where the last token of each yielding request stands among all tokens."""
+        spans = np.fromiter((segment.span for segment in self.segments), np.int64)
+        rows: npt.NDArray[np.int64] = np.cumsum(spans)[list(self.yielding)] - 1
+        return rows
 
     def token_ids(self) -> npt.NDArray[np.int64]:
         """Return the ids that the step computes, ``[num_tokens]``, segment after segment."""

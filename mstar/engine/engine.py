@@ -1,17 +1,29 @@
 """The loop: takes requests, runs steps, yields outputs; the one place that catches everything."""
 
 import logging
+from collections import Counter
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from mstar.engine import memory
+from mstar.engine.admission import check_layout, max_len
 from mstar.engine.batch import Batch, NodeOutput
 from mstar.engine.model import Model
-from mstar.engine.output import EngineStats, ErrorInfo, FinishReason, RequestOutput
+from mstar.engine.output import (
+    RESOURCE_COUNTERS,
+    TOKEN_COUNTERS,
+    EngineStats,
+    ErrorInfo,
+    FinishReason,
+    RequestOutput,
+)
 from mstar.engine.request import PreparedRequest, Request, RequestStatus
 from mstar.engine.resources.base import Deployment
-from mstar.engine.resources.kv.keys import fingerprint
+from mstar.engine.root import root_constants
 from mstar.engine.runner import Runner
 from mstar.engine.scheduler import Scheduler
-from mstar.errors import CapacityError, ConfigError, ContextLengthError, RequestError
+from mstar.errors import CapacityError, ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +54,16 @@ class EngineCore:
                 )
         self.model = model
         wanted = deployment.max_model_len or model.max_model_len
+        if memory.is_open(deployment):
+            sized = replace(deployment, max_model_len=wanted)
+            sized = memory.fit(sized, model.specs, partial(EngineCore, model))
+            deployment = replace(deployment, num_pages=sized.num_pages)
         self._runner = Runner(
-            model.nodes, model.specs, replace(deployment, max_model_len=wanted), model.sampler_key
+            model.nodes,
+            model.specs,
+            replace(deployment, max_model_len=wanted),
+            model.sampler_key,
+            model.encoders,
         )
         bounds = [r.capacity for r in self._runner.resources.values() if r.capacity is not None]
         capacity = min(bounds, default=wanted)
@@ -59,38 +79,24 @@ class EngineCore:
         )
         if deployment.cuda_graphs and deployment.device.startswith("cuda"):
             self._runner.record()
-        self.root_constants = self._constants()
-        self.root = (
-            fingerprint(*(part for item in self.root_constants.items() for part in item))
-            if self.root_constants
-            else None
-        )
+        self.named_root = named = root_constants(model.root_constants, model.specs, self.deployment)
+        self.root = named.root
+        self.root_constants = {} if named.missing else dict(named.constants)
+        if named.missing and deployment.enable_prefix_caching:
+            logger.warning("nothing will be reused: %s", "; ".join(named.missing))
         self._scheduler = Scheduler(
             self._runner,
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
+            encoders=model.encoders.values(),
             has_one_node=len(model.nodes) == 1,
         )
         self._requests: dict[str, Request] = {}
-        self._last_batch: Batch | None = None
         self._num_arrived = 0
         self._num_steps = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._generation_tokens = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-
-    def _constants(self) -> dict[str, str]:
-        """Return all that the KV depends on, by name; empty where something is unknown."""
-        if self.model.root_constants is None or not self.deployment.enable_prefix_caching:
-            return {}
-        constants = {"recipe": "mstar-root-v1", **self.model.root_constants}
-        constants["dtype"] = self.deployment.dtype
-        constants["page_size"] = str(self.deployment.page_size)
-        for spec in self.model.specs:
-            constants[f"resource.{spec.resource_key}"] = repr(spec.config)
-        return constants
+        self._tokens: Counter[str] = Counter()
+        """Token counters of ``EngineStats``, by name."""
+        self._runner.connect(self.root)
 
     @property
     def has_work(self) -> bool:
@@ -109,14 +115,7 @@ class EngineCore:
             raise RequestError(
                 f"request id {prepared.request_id!r} is in use; choose another", param="request_id"
             )
-        request = Request(
-            prepared,
-            self.model.first_walk(prepared.request_id),
-            max_len=self._max_len(prepared),
-            stop_token_ids=frozenset(prepared.params.stop_token_ids)
-            | (frozenset() if prepared.params.ignore_eos else self.model.stop_token_ids),
-            arrival=self._num_arrived,
-        )
+        request = self._request(prepared)
         refusal = self._runner.ever_fits(request)
         if refusal is not None:
             raise CapacityError(
@@ -126,38 +125,18 @@ class EngineCore:
         self._requests[request.request_id] = request
         self._scheduler.add(request)
 
-    def _max_len(self, prepared: PreparedRequest) -> int:
-        ids, limit = prepared.token_ids, self.deployment.max_model_len
-        if not ids:
-            raise RequestError("the prompt has no tokens; give it at least one", param="prompt")
-        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.model.vocab_size)
-            raise RequestError(
-                f"token id {wrong} is outside the vocabulary of {self.model.vocab_size}",
-                param="prompt",
-            )
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(prepared.params, name):
-                if token >= self.model.vocab_size:
-                    raise RequestError(
-                        f"{name} names token id {token}, outside the vocabulary of "
-                        f"{self.model.vocab_size}",
-                        param=name,
-                    )
-        max_tokens = prepared.params.max_tokens
-        if len(ids) >= limit:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens and the context holds {limit}, of which at "
-                "least one must stay for the answer; shorten the prompt",
-                param="prompt",
-            )
-        if max_tokens is not None and len(ids) + max_tokens > limit:
-            raise ContextLengthError(
-                f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed the context of "
-                f"{limit} tokens; lower max_tokens to {limit - len(ids)} or shorten the prompt",
-                param="max_tokens",
-            )
-        return limit if max_tokens is None else len(ids) + max_tokens
+    def _request(self, prepared: PreparedRequest) -> Request:
+        """Return the record of a request that keeps the engine's limits."""
+        length = max_len(prepared, self.model, self.deployment.max_model_len)
+        check_layout(prepared, self.model, self.deployment.max_num_batched_tokens)
+        own_stops = frozenset() if prepared.params.ignore_eos else self.model.stop_token_ids
+        return Request(
+            prepared,
+            self.model.first_walk(prepared.request_id),
+            max_len=length,
+            stop_token_ids=own_stops | frozenset(prepared.params.stop_token_ids),
+            arrival=self._num_arrived,
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request without an output; returns whether there was one."""
@@ -177,11 +156,6 @@ class EngineCore:
         if batch is None:
             return outputs
         self._num_steps += 1
-        if batch is not self._last_batch:
-            self._last_batch = batch
-            for request in batch.requests:
-                if not request.was_started:
-                    self._count_start(request)
         outputs += self._run(batch)
         return outputs
 
@@ -228,11 +202,13 @@ class EngineCore:
                     num_cached_tokens=request.num_cached_tokens,
                 )
             )
-        self._generation_tokens += len(outputs) - len(failures)
+        self._tokens["generation_tokens"] += len(outputs) - len(failures)
         return outputs
 
     def _next_walk(self, request: Request) -> None:
         """Send the request on its next walk; end it when there is none."""
+        if not request.was_counted:
+            self._count_prompt(request)
         cursor = self.model.next_walk(request)
         if cursor is not None:
             request.cursor = cursor
@@ -240,14 +216,16 @@ class EngineCore:
         request.finish_reason = request.finish_reason or "stop"
         self._end(request)
 
-    def _count_start(self, request: Request) -> None:
-        request.was_started = True
-        request.num_cached_tokens = request.num_computed_tokens
-        self._prompt_tokens += request.num_prompt_tokens
-        self._cached_tokens += request.num_cached_tokens
+    def _count_prompt(self, request: Request) -> None:
+        request.was_counted = True
+        tokens, cached = self._tokens, request.num_cached_tokens
+        tokens["prompt_tokens"] += request.num_prompt_tokens
+        tokens["cached_tokens"] += cached
         if request.prepared.root is not None and self.root is not None:
-            self._prefix_queries += request.num_prompt_tokens
-            self._prefix_hits += request.num_cached_tokens
+            tokens["prefix_queries"] += request.num_prompt_tokens
+            tokens["prefix_hits"] += cached
+            for medium, count in request.sources.items():
+                tokens[f"prefix_hits_{medium}"] += count
 
     def _fail(self, request: Request, code: str, message: str) -> RequestOutput:
         reason: FinishReason = "error"
@@ -268,15 +246,42 @@ class EngineCore:
             self._scheduler.remove(request)
 
     def reset_prefix_cache(self) -> int:
-        """Forget everything kept for reuse; returns how many pages were."""
+        """Forget everything kept for reuse, in every tier; returns how many entries went."""
         return self._runner.reset()
+
+    def explain(self, prepared: PreparedRequest) -> dict[str, Any]:
+        """Return how much of a request could be reused now, and what stops it; runs nothing.
+
+        By the key of each resource that can say so; the KV cache gives a ``ReuseReport``.
+
+        Raises:
+            RequestError: As ``add_request`` does.
+        """
+        return self._runner.explain(self._request(prepared))
+
+    def explain_request(self, request_id: str) -> dict[str, Any] | None:
+        """Return the same of a request that started lately, as it was found then.
+
+        ``None``: it has not started, or others have long since.
+        """
+        return self._runner.explain_started(request_id)
+
+    def take_events(self) -> list[Any]:
+        """Return what changed in what can be reused since the last call."""
+        return [event for r in self._runner.resources.values() for event in r.take_events()]
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Put away what is to outlive the engine, in ``timeout`` seconds at most."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._runner.disconnect(timeout)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
-        usages = [r.usage() for r in self._runner.resources.values()]
-        num_pages, num_used, num_cached = (
-            sum(usage[i] for usage in usages if usage is not None) for i in range(3)
-        )
+        resources = self._runner.resources.values()
+        usages = [usage for r in resources if (usage := r.usage()) is not None]
+        num_pages, num_used, num_cached = (sum(usage[i] for usage in usages) for i in range(3))
+        counted = sum((Counter(r.counters()) for r in resources), Counter())
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -284,12 +289,9 @@ class EngineCore:
             num_pages_used=num_used,
             num_pages_cached=num_cached,
             num_steps=self._num_steps,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
             num_preemptions=self._scheduler.num_preemptions,
+            **{name: self._tokens[name] for name in TOKEN_COUNTERS},
+            **{name: counted[name] for name in RESOURCE_COUNTERS},
         )
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from mstar.engine.batch import Node
 from mstar.engine.graph import Cursor, Graph
@@ -23,6 +24,8 @@ class Model(ABC):
     """Ids that end a request."""
     root_constants: Mapping[str, str] | None
     """What its KV depends on beside the deployment's numbers; ``None``: unknown, so no reuse."""
+    encoders: Mapping[str, str] = MappingProxyType({})
+    """The node that encodes items of each kind; a request may have items of these kinds only."""
     sampler_key: str = "sampler"
     """Key of the resource that a request's sampling parameters are for."""
 

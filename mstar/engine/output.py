@@ -53,4 +53,41 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of requests that were allowed to reuse, counted once a request."""
     prefix_hits: int
     """Of those, tokens that were reused."""
+    prefix_hits_device: int
+    """Of those, tokens whose pages were in the pool; with the next two it makes the hits."""
+    prefix_hits_host: int
+    prefix_hits_disk: int
     num_preemptions: int
+    num_evictions: int
+    """Pages kept for reuse that were handed out anew."""
+    num_pages_host: int
+    """Pages in the tier in host memory."""
+    num_pages_disk: int
+    """Pages in the tier on disk, as far as this engine knows."""
+    num_pages_broken: int
+    """Pages of tiers whose content was not what had been written; they were computed anew."""
+    num_encoder_hits: int
+    """Items whose encoder's output was found."""
+    num_events_lost: int = 0
+    """Batches of KV events that no reader will see; whoever publishes them counts."""
+
+
+TOKEN_COUNTERS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "generation_tokens",
+    "prefix_queries",
+    "prefix_hits",
+    "prefix_hits_device",
+    "prefix_hits_host",
+    "prefix_hits_disk",
+)
+"""Counters of ``EngineStats`` that the engine keeps."""
+RESOURCE_COUNTERS = (
+    "num_evictions",
+    "num_pages_host",
+    "num_pages_disk",
+    "num_pages_broken",
+    "num_encoder_hits",
+)
+"""Numbers of ``EngineStats`` that resources report."""

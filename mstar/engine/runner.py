@@ -1,7 +1,8 @@
 """Runs a batch on its node: admit, plan, forward, commit, over whatever resources there are."""
 
-import math
+import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,13 @@ import torch
 from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
 from mstar.engine.request import Request
-from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
+from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep, ResourceStep, Segment
 from mstar.errors import ConfigError
+
+_MAX_ENDED = 32
+"""Requests that have ended and are still explained."""
 
 
 class _Part(NamedTuple):
@@ -32,6 +36,7 @@ class Runner:
         specs: The resources they declare; a spec stands behind those it depends on.
         deployment: The numbers that resources are built with.
         sampler_key: The resource that a request's sampling parameters are for.
+        encoders: The node that encodes items of each kind.
 
     Raises:
         ConfigError: If a spec names a node that is not there, or a resource twice.
@@ -43,6 +48,7 @@ class Runner:
         specs: Sequence[NodeResourceSpec],
         deployment: Deployment,
         sampler_key: str,
+        encoders: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._nodes = nodes
         self._sampler_key = sampler_key
@@ -61,10 +67,31 @@ class Runner:
             self.resources[spec.resource_key] = resource
             for name in spec.nodes:
                 self._keys_of[name].append(spec.resource_key)
-        self._reuse_unit = math.lcm(*(r.reuse_unit for r in self.resources.values()))
+        self._encoders = encoders
+        self._stores: dict[str, list[OutputStore]] = {
+            kind: [
+                resource
+                for key in self._keys_of[node]
+                if isinstance(resource := self.resources[key], OutputStore)
+            ]
+            for kind, node in encoders.items()
+        }
         self._deployment = deployment
         self._recorders: dict[str, Recorder] = {}
+        self._starts: dict[str, tuple[Opening, Mapping[str, int], float]] = {}
+        """The requests that started last: what they found, and when."""
         self._last: tuple[Batch, NodeStep, list[_Part]] | None = None
+
+    def connect(self, root: bytes | None) -> None:
+        """Tell every resource the key of the deployment."""
+        for resource in self.resources.values():
+            resource.connect(root)
+
+    def disconnect(self, timeout: float) -> None:
+        """Let every resource put away what is to outlive the engine."""
+        deadline = time.monotonic() + timeout
+        for resource in self.resources.values():
+            resource.disconnect(max(0.0, deadline - time.monotonic()))
 
     def record(self) -> None:
         """Record the decode steps of every node that can be recorded, up to the most requests."""
@@ -87,18 +114,86 @@ class Runner:
                 return refusal
         return None
 
+    def explain(self, request: Request) -> dict[str, Any]:
+        """Return what each resource says of a request's reuse now, by resource key."""
+        return self._told(self._opening(request), None, None)
+
+    def explain_started(self, request_id: str) -> dict[str, Any] | None:
+        """Return the same of a request that started lately, as it was found then."""
+        start = self._starts.get(request_id)
+        return None if start is None else self._told(*start)
+
+    def _told(
+        self, opening: Opening, found: Mapping[str, int] | None, when: float | None
+    ) -> dict[str, Any]:
+        told = {key: r.explain(opening, found, when) for key, r in self.resources.items()}
+        return {key: report for key, report in told.items() if report is not None}
+
+    def _note_start(self, request: Request) -> None:
+        """Remember what a request found when it started, and what others computed for it."""
+        if request.was_preempted or request.opening is None:
+            return
+        self._starts[request.request_id] = (request.opening, request.sources, time.monotonic())
+        if len(self._starts) > self._deployment.max_num_seqs + _MAX_ENDED:
+            del self._starts[next(iter(self._starts))]
+
     def open(self, request: Request) -> Refusal | None:
         """Begin a request in every resource, behind what all of them can reuse."""
         opening = self._opening(request)
-        offers = [resource.match(opening) for resource in self.resources.values()]
-        num_reused = min((offer for offer in offers if offer is not None), default=0)
-        num_reused -= num_reused % self._reuse_unit
+        opening.sources.clear()
+        for resource in self.resources.values():
+            resource.restore(opening)
+        num_reused = self._match(opening)
         for resource in self.resources.values():
             refusal = resource.open(opening, num_reused)
             if refusal is not None:
                 self.close(request)
                 return refusal
-        request.num_computed_tokens = num_reused
+        request.reuse(num_reused, opening.sources)
+        self._note_start(request)
+        return None
+
+    def _match(self, opening: Opening) -> int:
+        """Return the slots that every resource can begin behind; one is left to compute."""
+        offer, limit = -1, len(opening.tokens) - 1
+        while offer != limit:
+            offer = limit
+            for resource in self.resources.values():
+                limit = resource.match(opening, limit)
+        return offer
+
+    def catch_up(self, request: Request) -> bool:
+        """Move a request over what others computed since it began.
+
+        Returns whether another is computing what comes next for it.
+        """
+        opening = self._opening(request)
+        num_reused = self._match(opening)
+        if num_reused > request.num_computed_tokens:
+            opening.sources.clear()
+            for resource in self.resources.values():
+                resource.skip(opening, num_reused)
+            request.reuse(num_reused, opening.sources)
+            self._note_start(request)
+        start = request.num_computed_tokens
+        return any(resource.is_pending(opening, start) for resource in self.resources.values())
+
+    def next_encoder(self, request: Request, budget: int) -> str | None:
+        """Return the node that must encode an item before the request's next tokens run.
+
+        Takes what is encoded already. Where there is no room for an output yet, what stands before
+        the item is computed first.
+        """
+        while (item := request.next_item(budget)) is not None:
+            kind, length = item.span.kind, item.span.length
+            wanted = Item(request.request_id, item.name, length)
+            stores = self._stores[kind]
+            if all(store.pin(wanted) for store in stores):
+                item.is_encoded = True
+            elif all(store.has_room(wanted) for store in stores) or not request.chunk(budget):
+                return self._encoders[kind]
+            else:
+                return None
         return None
 
     def close(self, request: Request) -> None:
@@ -153,14 +248,17 @@ class Runner:
         return self._last[1:]
 
     def _opening(self, request: Request) -> Opening:
-        prepared = request.prepared
-        return Opening(
-            request_id=request.request_id,
-            tokens=request.tokens,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_len=request.max_len,
-            page_keys=prepared.page_keys,
-            root=prepared.root,
-            spans=prepared.spans,
-            settings={self._sampler_key: request.params},
-        )
+        if request.opening is None:
+            prepared = request.prepared
+            request.opening = Opening(
+                request_id=request.request_id,
+                tokens=request.tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_len=request.max_len,
+                page_keys=prepared.page_keys,
+                root=prepared.root,
+                spans=prepared.spans,
+                settings={self._sampler_key: request.params},
+                retain_seconds=prepared.retain_seconds,
+            )
+        return request.opening

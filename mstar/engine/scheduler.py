@@ -7,11 +7,11 @@ alone always fits, the oldest always gets on.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from mstar.engine.batch import Batch
-from mstar.engine.request import Request, RequestStatus
+from mstar.engine.request import Request, RequestItem, RequestStatus
 from mstar.engine.resources.base import Refusal
 
 
@@ -24,6 +24,15 @@ class Gate(Protocol):
     def close(self, request: Request) -> None:
         """Give back all that the request holds."""
 
+    def catch_up(self, request: Request) -> bool:
+        """Move a running request over what others computed meanwhile.
+
+        Returns whether another is computing what comes next for it.
+        """
+
+    def next_encoder(self, request: Request, budget: int) -> str | None:
+        """Return the node that must encode an item before the request's next tokens run."""
+
     def admit(self, batch: Batch) -> Refusal | None:
         """Reserve what a step needs, or refuse."""
 
@@ -35,6 +44,7 @@ class Scheduler:
         gate: Asked before a request starts and before a step runs.
         max_num_seqs: Requests that may run at once.
         max_num_batched_tokens: Tokens of one step at most.
+        encoders: Nodes that encode items.
         has_one_node: Every walk is over the same node, which spares a look at each.
     """
 
@@ -44,11 +54,13 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        encoders: Collection[str] = (),
         has_one_node: bool = False,
     ) -> None:
         self._gate = gate
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._encoders = frozenset(encoders)
         self._has_one_node = has_one_node
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -112,37 +124,71 @@ class Scheduler:
         return batch, rejected
 
     def _compose(self, rejected: list[tuple[Request, Refusal]]) -> Batch | None:
-        node = self._next_node()
-        budget = self._max_num_batched_tokens
+        ready = [(request, self._nodes_of(request)) for request in self._running]
+        node = self._next_node(ready)
+        due = [request for request, nodes in ready if node in nodes]
         spans: list[tuple[Request, int]] = []
-        prompts: list[tuple[Request, int]] = []
-        for request in self._running:
-            if node not in request.cursor.ready():
-                continue
-            (spans if request.num_uncomputed_tokens == 1 else prompts).append((request, 1))
-        spans = spans[:budget]
-        budget -= len(spans)
-        for request, _ in prompts:
-            span = min(request.num_uncomputed_tokens, budget)
-            if span:
-                spans.append((request, span))
-                budget -= span
-        while budget and (started := self._start_next(rejected)) is not None:
-            node = node or started.cursor.ready()[0]
-            if node in started.cursor.ready():
-                span = min(started.num_uncomputed_tokens, budget)
-                spans.append((started, span))
-                budget -= span
-        if node is None or not spans:
+        if node not in self._encoders:
+            spans = self._spans(due)
+            budget = self._max_num_batched_tokens - sum(span for _, span in spans)
+            while budget and (started := self._start_next(rejected)) is not None:
+                nodes = self._nodes_of(started)
+                node = node or next(iter(nodes), None)
+                if node in self._encoders:
+                    due.append(started)
+                    break
+                if node in nodes and (span := started.chunk(budget)):
+                    spans.append((started, span))
+                    budget -= span
+        if node is None:
             return None
         self._num_batches += 1
         self._last_served[node] = self._num_batches
-        return Batch.of(node, spans)
+        return Batch.of(node, spans) if spans else Batch.of_items(node, self._items(due))
 
-    def _next_node(self) -> str | None:
+    def _nodes_of(self, request: Request) -> tuple[str, ...]:
+        """Return the nodes that a request waits for; none while another computes for it."""
+        if request.num_uncomputed_tokens > 1 and self._gate.catch_up(request):
+            return ()
+        if request.items:
+            encoder = self._gate.next_encoder(request, self._max_num_batched_tokens)
+            if encoder is not None:
+                return (encoder,)
+        return request.cursor.ready()
+
+    def _spans(self, due: list[Request]) -> list[tuple[Request, int]]:
+        """Return how many tokens of each running request are computed."""
+        budget = self._max_num_batched_tokens
+        decodes = [(request, 1) for request in due if request.num_uncomputed_tokens == 1]
+        prompts = [request for request in due if request.num_uncomputed_tokens > 1]
+        if prompts and len(decodes) < budget and not prompts[0].chunk(budget - len(decodes)):
+            # An item that is not cut needs so much of the budget that others wait for a step.
+            decodes = decodes[: budget - prompts[0].chunk(budget)]
+        spans = decodes[:budget]
+        budget -= len(spans)
+        for request in prompts:
+            span = request.chunk(budget)
+            if span:
+                spans.append((request, span))
+                budget -= span
+        return spans
+
+    def _items(self, due: list[Request]) -> list[tuple[Request, RequestItem]]:
+        """Return one item of each request, as many as the budget holds, none of them twice."""
+        budget = self._max_num_batched_tokens
+        chosen: dict[bytes, tuple[Request, RequestItem]] = {}
+        for request in due:
+            item = request.next_item(self._max_num_batched_tokens)
+            assert item is not None, f"request {request.request_id!r} has nothing to encode"
+            if item.name not in chosen and item.span.length <= budget:
+                chosen[item.name] = (request, item)
+                budget -= item.span.length
+        return list(chosen.values())
+
+    def _next_node(self, ready: list[tuple[Request, tuple[str, ...]]]) -> str | None:
         """Return the node, of those that running requests wait for, that waited longest."""
-        ready = {node for request in self._running for node in request.cursor.ready()}
-        return min(ready, key=lambda node: (self._last_served.get(node, 0), node), default=None)
+        waiting = {node for _, nodes in ready for node in nodes}
+        return min(waiting, key=lambda node: (self._last_served.get(node, 0), node), default=None)
 
     def _start_next(self, rejected: list[tuple[Request, Refusal]]) -> Request | None:
         """Start the head of the queue if there is room."""

@@ -8,7 +8,7 @@ import torch
 from mstar.models.decoder import DecoderModel, load
 from mstar.models.dummy import DummyCheckpoint
 
-_CONFIG: dict[str, Any] = {
+TOY_CONFIG: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -44,6 +44,6 @@ def toy_model(
     >>> toy_model().vocab_size
     160
     """
-    config = _CONFIG | {"architectures": [architecture]} | changes
+    config = TOY_CONFIG | {"architectures": [architecture]} | changes
     checkpoint = DummyCheckpoint(Path("toy"), config, seed=seed)
     return load(checkpoint, name="toy", dtype=dtype, device=torch.device("cpu"))

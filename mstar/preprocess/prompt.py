@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mstar.engine.request import PreparedRequest
-from mstar.engine.resources.kv.keys import chain, fingerprint
+from mstar.engine.resources.kv.keys import fingerprint
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import ContextLengthError, RequestError
+from mstar.preprocess.items import prompt_keys
 from mstar.preprocess.tokenizer import TextTokenizer
 
 MAX_SALT_LEN = 128
@@ -48,6 +49,9 @@ class PromptRequest:
     token_ids: Sequence[int] | None = None
     cache_salt: str | None = None
     """Only requests with the same salt share pages."""
+    retain_seconds: float = 0.0
+    """How long its pages are protected from eviction after their last use, as far as the budget
+    goes; ``inf``: until a reset."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, ``tools`` and ``documents`` among them."""
     add_generation_prompt: bool = True
@@ -67,7 +71,9 @@ def request_root(deployment_root: bytes | None, cache_salt: str | None) -> bytes
     """
     if deployment_root is None:
         return None
-    return fingerprint("mstar-request-root-v1", deployment_root, "cache_salt", cache_salt)
+    # ``None`` has a text, which could be somebody's salt: no salt is no field.
+    salt = () if cache_salt is None else (cache_salt,)
+    return fingerprint("mstar-request-root-v1", deployment_root, "cache_salt", *salt)
 
 
 class PromptPreparer:
@@ -103,19 +109,19 @@ class PromptPreparer:
             ContextLengthError: If prompt, or prompt and ``max_tokens``, exceed the context.
         """
         check_cache_salt(request.cache_salt)
+        check_retention(request.retain_seconds)
         token_ids = self._token_ids(request)
         self._check_ids("logit_bias", request.params.logit_bias)
         self._check_ids("stop_token_ids", request.params.stop_token_ids)
         self._check_length(len(token_ids), request)
         root = request_root(self.deployment_root, request.cache_salt)
-        size = self.page_size
-        pages = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
         return PreparedRequest(
             request_id=request.request_id,
             token_ids=token_ids,
             params=request.params,
-            page_keys=[] if root is None else chain(pages, root=root),
+            page_keys=[] if root is None else prompt_keys(token_ids, (), self.page_size, root),
             root=root,
+            retain_seconds=float(request.retain_seconds),
         )
 
     def _token_ids(self, request: PromptRequest) -> list[int]:
@@ -215,6 +221,21 @@ def check_cache_salt(cache_salt: str | None) -> None:
             f"cache_salt has the character {bad[0]!r}; @, /, \\, NUL and lone surrogates are not "
             "allowed",
             param="cache_salt",
+        )
+
+
+def check_retention(retain_seconds: float) -> None:
+    """Verify a retention hint.
+
+    Raises:
+        RequestError: If it is no number, or below zero.
+    """
+    is_number = isinstance(retain_seconds, (int, float)) and not isinstance(retain_seconds, bool)
+    if not is_number or not retain_seconds >= 0:
+        raise RequestError(
+            f"retain_seconds is {retain_seconds!r:.40}; it must be a number of seconds, at least "
+            "0, or inf for pages that stay until a reset",
+            param="retain_seconds",
         )
 
 

@@ -48,6 +48,12 @@ class CountingGate:
         self.log.append(("close", request.request_id))
         del self.held[request.request_id]
 
+    def catch_up(self, request: Request) -> bool:
+        return False
+
+    def next_encoder(self, request: Request, budget: int) -> str | None:
+        return None
+
     def admit(self, batch: Batch) -> Refusal | None:
         needed = {}
         for request, segment in zip(batch.requests, batch.segments, strict=True):

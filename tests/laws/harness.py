@@ -3,8 +3,10 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,15 +16,61 @@ from mstar.engine.model import Model
 from mstar.engine.output import ErrorInfo, FinishReason, RequestOutput
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
-from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan
+from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import NodeStep
+from mstar.models.toy_items import KIND, NUM_FEATURES
+from mstar.preprocess.items import Layout, PromptItem, array_of, item_digest, lay_out, prompt_keys
 from mstar.preprocess.prompt import request_root
 
 PAGE_SIZE = 4
 # Logits are of size 1 to 10; the order of float32 sums differs between batches.
 LOGITS = 2e-4
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An item of a prompt; its content follows from its seed."""
+
+    seed: int
+    length: int
+    is_whole: bool = False
+    advance: int | None = None
+
+    def features(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        rng = np.random.default_rng(self.seed)
+        return rng.standard_normal((self.length, NUM_FEATURES), np.float32)
+
+    def item(self) -> PromptItem:
+        features = self.features()
+        digest = item_digest(
+            features,
+            kind=KIND,
+            processor=b"toy",
+            parameters={"is_whole": self.is_whole},
+            length=self.length,
+            advance=self.advance,
+        )
+        span = Span(self.length, digest, self.advance, self.is_whole, KIND)
+        return PromptItem(span, {"features": array_of(features)})
+
+
+Prompt = Sequence[int | Picture]
+"""Token ids and pictures in their order."""
+
+
+def layout(parts: Prompt) -> Layout:
+    """Return the layout of a prompt; without spans where there is no picture."""
+    runs: list[Sequence[int] | PromptItem] = []
+    for is_picture, group in groupby(parts, lambda part: isinstance(part, Picture)):
+        run = list(group)
+        if is_picture:
+            runs += [part.item() for part in run if isinstance(part, Picture)]
+        else:
+            runs.append([part for part in run if isinstance(part, int)])
+    laid_out = lay_out(runs)
+    return laid_out if laid_out.inputs else Layout(laid_out.token_ids, [], [])
 
 
 class _Sampler:
@@ -96,10 +144,10 @@ class Bench:
         change: Callable[[Batch, Tensor], None] | None = None,
         **numbers: Any,
     ) -> None:
-        ((name, node),) = model.nodes.items()
+        name, node = next(iter(model.nodes.items()))
         inner = node._inner if isinstance(node, Recorder) else node
         self.recorder = Recorder(inner, change)
-        model.nodes = {name: self.recorder}
+        model.nodes = {**model.nodes, name: self.recorder}
         defaults = {"max_num_seqs": 8, "page_size": PAGE_SIZE, "num_pages": 200}
         self.engine = EngineCore(model, Deployment(**(defaults | numbers)))
         self.answers: dict[str, Answer] = {}
@@ -107,24 +155,25 @@ class Bench:
     def add(
         self,
         request_id: str,
-        ids: Sequence[int],
+        parts: "Prompt",
         *,
         salt: str | None = None,
-        spans: Sequence[tuple[int, bytes | None]] = (),
         **params: Any,
     ) -> None:
         root = request_root(self.engine.root, salt)
-        pages = [list(ids[i : i + PAGE_SIZE]) for i in range(0, len(ids), PAGE_SIZE)]
+        made = layout(parts)
+        ids, spans = made.token_ids, made.spans
+        size = self.engine.deployment.page_size
         wanted = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | params
         self.engine.add_request(
             PreparedRequest(
                 request_id=request_id,
-                token_ids=list(ids),
+                token_ids=ids,
                 params=SamplingParams(**wanted),
-                # With items, the engine makes the keys itself.
-                page_keys=chain(pages, None, root) if root is not None and not spans else [],
+                page_keys=prompt_keys(ids, spans, size, root) if root is not None else [],
                 root=root,
-                spans=list(spans),
+                spans=spans,
+                inputs=made.inputs,
             )
         )
         self.answers[request_id] = Answer()
@@ -159,7 +208,7 @@ class Bench:
         return answers
 
 
-def ask(model: Model, ids: Sequence[int], *, numbers: Any = None, **params: Any) -> Answer:
+def ask(model: Model, ids: "Prompt", *, numbers: Any = None, **params: Any) -> Answer:
     """Return what a request gets from a fresh engine without reuse, all by itself."""
     bench = Bench(model, **({"enable_prefix_caching": False} | (numbers or {})))
     bench.add("alone", ids, **params)

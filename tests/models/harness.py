@@ -36,7 +36,9 @@ class Recorder(Node):
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
         ids = torch.from_numpy(batch.token_ids())
         kv = plans["kv"]
-        hidden = self._inner.hidden(ids, kv, plans["position"], plans["attention"])
+        hidden = self._inner.hidden(
+            self._inner.embed_ids(ids), kv, plans["position"], plans["attention"]
+        )
         rows = kv.qo_indptr.tolist()
         for i, request in enumerate(batch.requests):
             skipped = max(0, self._first[request.request_id] - request.num_computed_tokens)

@@ -45,7 +45,8 @@ def _keys(root: bytes, ids: Sequence[int], size: int) -> list[bytes]:
 
 
 def _root(salt: str | None) -> bytes:
-    parts = [b"mstar-request-root-v1", ROOT, b"cache_salt", str(salt).encode()]
+    parts = [b"mstar-request-root-v1", ROOT, b"cache_salt"]
+    parts += [] if salt is None else [salt.encode()]
     return hashlib.sha256(b"".join(map(_field, parts))).digest()
 
 

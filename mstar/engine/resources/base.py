@@ -1,15 +1,19 @@
 """The contract that every resource's manager keeps.
 
-A request's life: ``match`` (how much of its prompt is here already) → ``open`` → steps → ``close``.
+A request's life: ``restore`` → ``match`` (how much of its prompt is here already) → ``open`` →
+steps, with a ``skip`` over what others computed meanwhile → ``close``.
 A step's life: ``admit`` → ``plan`` → the node's forward calls the plan → ``commit``; a refusal in
 ``admit`` makes the runner call ``rollback`` on the resources that had admitted the step already.
 """
 
+import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import ResourceStep, Segment
 
 
@@ -22,6 +26,10 @@ class Refusal:
     """A sentence with the numbers in it."""
     is_permanent: bool = False
     """True when waiting could never help: the whole resource is too small."""
+
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+"""Where nothing says how much memory KV pages may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +47,55 @@ class Deployment:
     """Tokens of prompt and output of one request, at most; 0 takes what model and pool allow."""
     page_size: int = 16
     """Slots of one KV page, in tokens."""
-    kv_cache_bytes: int = 1 << 30
-    """Memory for all KV pages, in bytes, where ``num_pages`` is not given."""
+    kv_cache_bytes: int | None = None
+    """Memory for all KV pages, in bytes, where ``num_pages`` is not given; ``None``: what is left
+    of ``gpu_memory_utilization`` on a GPU, ``DEFAULT_KV_CACHE_BYTES`` elsewhere."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that everything together may take, where KV pages take the rest."""
     num_pages: int | None = None
     """KV pages of each cache, the sink page not counted."""
     enable_prefix_caching: bool = True
     attention_backend: str | None = None
     """Name of the attention backend; ``None`` takes the first that refuses nothing."""
+    host_cache_bytes: int = 0
+    """Host memory for pages that were evicted, of each cache, in bytes; 0: none."""
+    disk_cache_bytes: int = 0
+    """Disk space for pages that were evicted, of each cache, in bytes; 0: none."""
+    disk_cache_dir: str | None = None
+    """Folder of pages on disk; servers may share it, and it outlives them."""
+    retention_share: float = 0.5
+    """Share of the KV pages that requests may have protected from eviction."""
+    kv_events: bool = False
+    """Collect what changes in the index of pages."""
+    encoder_cache_tokens: int = 0
+    """Slots of encoder outputs that are kept at once; 0 takes ``max_num_batched_tokens``."""
     cuda_graphs: bool = True
     """Record decode steps at start and replay them, where device and backend can."""
 
 
+class Naming:
+    """How far the slots of a stream follow from its ids and layout alone, so that keys name them.
+
+    A resource cuts it where a step makes slots depend on more than that; no page behind the cut is
+    shared.
+    """
+
+    __slots__ = ("until",)
+
+    def __init__(self) -> None:
+        self.until = sys.maxsize
+
+    def cut(self, slot: int) -> None:
+        """Keep slots from ``slot`` on out of reuse."""
+        self.until = min(self.until, slot)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """What resources are told when a stream of a request opens."""
+    """What resources are told when a stream of a request opens.
+
+    There is one for each stream, the same object as long as its request lives.
+    """
 
     request_id: str
     label: str = "main"
@@ -65,10 +108,15 @@ class Opening:
     """Keys of the pages of ``tokens`` in order; ``None`` or short: the rest is not shared."""
     root: bytes | None = None
     """Key of the empty prefix; ``None`` keeps the stream out of reuse."""
-    spans: Sequence[tuple[int, bytes | None]] = ()
-    """Layout of the prompt: length and digest, ``None`` for token ids; empty: all token ids."""
+    spans: Sequence[Span] = ()
+    """Layout of the prompt; empty: all token ids."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the request asks of a resource, by resource key."""
+    retain_seconds: float = 0.0
+    """How long its pages are protected from eviction after their last use; 0: not at all."""
+    naming: Naming = field(default_factory=Naming)
+    sources: Counter[str] = field(default_factory=Counter)
+    """Where what it reused last was found: tokens by ``device``, ``host`` and ``disk``."""
 
 
 class Resource(ABC):
@@ -84,8 +132,6 @@ class Resource(ABC):
     """Tokens it can hold of all streams together; ``None``: no bound."""
     revision: int = 0
     """Counts changes, commits left out, after which plans made ahead are wrong."""
-    reuse_unit: int = 1
-    """What is reused of it comes in multiples of so many slots, in tokens."""
 
     @classmethod
     @abstractmethod
@@ -102,22 +148,66 @@ class Resource(ABC):
             UnsupportedError: If no backend can do it; with every reason.
         """
 
+    def connect(self, root: bytes | None) -> None:
+        """Learn the key of the deployment, under which state outlives the engine.
+
+        Args:
+            root: ``None``: nothing is shared between requests.
+
+        Raises:
+            ConfigError: If what is to outlive it has no place to go.
+        """
+
+    def disconnect(self, timeout: float) -> None:
+        """Put away, in ``timeout`` seconds at most, what is to outlive the engine."""
+
+    def take_events(self) -> list[Any]:
+        """Return what changed in an index of reusable state since the last call."""
+        return []
+
+    def explain(
+        self, opening: Opening, found: Mapping[str, int] | None, when: float | None = None
+    ) -> Any | None:
+        """Return how much of a prompt could be reused and what stops it; changes nothing.
+
+        Args:
+            opening: The stream, open or not.
+            found: What it reuses, in tokens by tier, where that is known.
+            when: When it was matched, monotonic, in seconds; ``None``: now.
+        """
+        return None
+
     def ever_fits(self, opening: Opening) -> Refusal | None:
         """Refuse a stream that could not be served even if it were alone; changes nothing."""
         return None
 
-    def match(self, opening: Opening) -> int | None:
-        """Return how many leading slots of the stream need not be computed.
+    def restore(self, opening: Opening) -> None:
+        """Bring back from slower memory what the stream could reuse; may evict what is idle."""
 
-        Changes nothing. ``None`` means that this resource has no say.
+    def match(self, opening: Opening, limit: int) -> int:
+        """Return how many leading slots of the stream need not be computed, ``limit`` at most.
+
+        Changes nothing. What it returns is a place where this resource can begin or go on; one
+        without a say returns ``limit``.
         """
-        return None
+        return limit
 
     def open(self, opening: Opening, num_reused: int) -> Refusal | None:
         """Begin a stream whose first ``num_reused`` slots are reused.
 
         Takes all or nothing: after a refusal the resource is as it was before.
         """
+        return None
+
+    def is_pending(self, opening: Opening, start: int) -> bool:
+        """Tell whether another stream is about to compute the slots from ``start`` on."""
+        return False
+
+    def skip(self, opening: Opening, num_reused: int) -> None:
+        """Move an open stream on to ``num_reused`` slots, which ``match`` has just offered."""
+
+    def fork(self, request_id: str, label: str, opening: Opening) -> Refusal | None:
+        """Begin the stream of ``opening`` as a copy of what the stream ``label`` has stored."""
         return None
 
     def close(self, request_id: str) -> None:
@@ -173,9 +263,35 @@ class Resource(ABC):
         """Return pages there are, pages held by streams, pages kept for reuse only."""
         return None
 
+    def counters(self) -> Mapping[str, int]:
+        """Return what else it counts, by name; see ``EngineStats``."""
+        return {}
+
     def reset(self) -> int:
         """Forget all state that is kept for reuse only; returns how many entries went."""
         return 0
 
     def check(self) -> None:
         """Verify the invariants; raises ``AssertionError`` with the numbers."""
+
+
+class Item(NamedTuple):
+    """One item of one request, as its encoder's output is kept."""
+
+    request_id: str
+    name: bytes
+    """Content name; it commits to the tenant too."""
+    length: int
+    """Its slots, in tokens."""
+
+
+class OutputStore(Resource):
+    """A resource that keeps what encoders made of items."""
+
+    @abstractmethod
+    def pin(self, item: Item) -> bool:
+        """Keep an item's output for its request; returns whether it is there."""
+
+    @abstractmethod
+    def has_room(self, item: Item) -> bool:
+        """Tell whether an output of this size fits beside what is pinned."""

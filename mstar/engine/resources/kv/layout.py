@@ -28,6 +28,12 @@ class KVLayout:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page over all layers, keys and values together."""
+        slots = 2 * self.num_layers * self.page_size
+        return slots * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
 
 @dataclass(slots=True, kw_only=True)
 class KVPlan:

@@ -1,6 +1,6 @@
 """KVManager: the pages of every stream, from admission to reuse by another request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -8,14 +8,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
+from mstar.engine.resources.base import (
+    DEFAULT_KV_CACHE_BYTES,
+    Deployment,
+    Opening,
+    Refusal,
+    Resource,
+)
 from mstar.engine.resources.kv.cache import PagedKVCache
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
-from mstar.engine.resources.kv.keys import PageItem, page_items, page_key
+from mstar.engine.resources.kv.events import Event, EventLog, Medium
+from mstar.engine.resources.kv.explain import ReuseReport, explain, shut
+from mstar.engine.resources.kv.history import PageHistory
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
+from mstar.engine.resources.kv.offload import Offload, open_tiers
 from mstar.engine.resources.kv.pages import PagePool
-from mstar.engine.resources.kv.prefix import PrefixIndex
+from mstar.engine.resources.kv.prefix import Cut, PrefixIndex
+from mstar.engine.resources.kv.stream import StreamKeys, placed
 from mstar.engine.resources.kv.table import PageTable
+from mstar.engine.resources.kv.tiers.base import Change
+from mstar.engine.resources.kv.tiers.stack import TierStack
 from mstar.engine.resources.mirror import Mirror
 from mstar.engine.resources.step import ResourceStep, Segment
 from mstar.errors import ConfigError
@@ -27,9 +39,10 @@ class _Stream:
 
     row: int
     opening: Opening
-    keys: list[bytes]
-    """Keys of the stream's first pages, as far as they are known."""
-    items: dict[int, list[PageItem]]
+    keys: StreamKeys | None
+    """``None``: the stream is out of reuse."""
+    frontier: tuple[bytes, ...] = ()
+    """Names of what it computes next, that nobody else was about to compute."""
 
 
 @dataclass(slots=True)
@@ -46,6 +59,8 @@ class _Rows:
     """The table's, which no other segments may move while this is kept."""
     is_decode: bool
     """Every segment is one token."""
+    has_twins: bool
+    """Several segments belong to one stream."""
 
 
 class KVManager(Resource):
@@ -63,14 +78,14 @@ class KVManager(Resource):
         num_pages = deployment.num_pages
         if num_pages is None:
             per_page = config.page_nbytes(deployment.page_size, dtype.itemsize)
-            num_pages = deployment.kv_cache_bytes // per_page
+            nbytes = deployment.kv_cache_bytes
+            num_pages = (DEFAULT_KV_CACHE_BYTES if nbytes is None else nbytes) // per_page
         if num_pages < 1:
             raise ConfigError(
                 f"the KV cache {resource_key!r} would hold {num_pages} pages of "
                 f"{deployment.page_size} tokens; give it more memory or pages"
             )
         self.page_size = deployment.page_size
-        self.reuse_unit = self.page_size
         self.capacity = num_pages * self.page_size
         self.is_reuse_enabled = deployment.enable_prefix_caching
         self.layout = KVLayout(
@@ -84,12 +99,22 @@ class KVManager(Resource):
         )
         self.cache = _allocate(self.layout, config)
         self.index = PrefixIndex()
-        self.pool = PagePool(num_pages, on_evict=self.index.remove)
+        max_protected = int(num_pages * deployment.retention_share)
+        self.pool = PagePool(num_pages, self._forget, max_protected)
+        self.history = PageHistory()
+        self._events = EventLog(self.page_size) if deployment.kv_events else None
+        self._told: dict[bytes, tuple[StreamKeys, int]] = {}
+        """Where the content of a key that consumers know is, while tiers may still have it."""
+        self._offload: Offload | None = None
+        self._deployment = deployment
         max_pages = -(-deployment.max_model_len // self.page_size)
         self._table = PageTable(deployment.max_num_seqs, max_pages)
         self._index_at = np.zeros(deployment.max_num_seqs, np.int64)
-        """``[num_rows]``: stored length from which a stream has a page to index, in tokens."""
+        """``[num_rows]``: stored length from which a stream has more to index, in tokens."""
         self._streams: dict[tuple[str, str], _Stream] = {}
+        self._frontier: dict[bytes, _Stream] = {}
+        """Who is about to compute what a key names."""
+        self._last_keys: StreamKeys | None = None
         self._labels: dict[str, list[str]] = {}
         self._rows: _Rows | None = None
         self._fixed_slots: dict[int, Mirror] = {}
@@ -102,7 +127,70 @@ class KVManager(Resource):
         """Return a manager with an empty cache."""
         return cls(spec.resource_key, spec.config, deployment)
 
+    # The engine's life.
+
+    def connect(self, root: bytes | None) -> None:
+        """Open the tiers under the pool, where the deployment has any.
+
+        Raises:
+            ConfigError: If the folder on disk cannot be used, or a tier holds not one page.
+        """
+        if root is None or not self.is_reuse_enabled:
+            return
+        tiers = open_tiers(self._deployment, self.resource_key, root, self.layout.page_nbytes)
+        if tiers:
+            on_change = self._tier_changed if self._events is not None else None
+            stack = TierStack(tiers, on_change)
+            on_restored = self._tell_stored if self._events is not None else None
+            self._offload = Offload(stack, self.cache, self.pool, self.index, on_restored)
+
+    def disconnect(self, timeout: float) -> None:
+        """Hand all pages to the tiers and wait for the disk."""
+        if self._offload is not None:
+            self._offload.flush(timeout)
+            self._offload = None
+
+    def take_events(self) -> list[Event]:
+        """Return what changed in the index and the tiers since the last call."""
+        if self._events is None:
+            return []
+        if self._offload is not None:
+            self._offload.tiers.poll()
+        return self._events.take()
+
     # A request's life.
+
+    def restore(self, opening: Opening) -> None:
+        """Bring pages back from the tiers."""
+        keys = self._keys_of(opening)
+        if self._offload is not None and keys is not None:
+            limit = min(len(opening.tokens) - 1, opening.naming.until)
+            self._offload.restore(keys, limit)
+
+    def explain(
+        self, opening: Opening, found: Mapping[str, int] | None, when: float | None = None
+    ) -> ReuseReport:
+        """Return how much of a prompt is here, by tier, and what stops it; changes nothing."""
+        keys = self._keys_of(opening)
+        if keys is None:
+            return shut(opening.num_prompt_tokens, self.page_size)
+        by_tier = {"device": 0, "host": 0, "disk": 0} | dict(found or {})
+        if found is None:
+            self._find(keys, by_tier)
+        when = self.history.now() if when is None else when
+        return explain(keys, by_tier, self.page_size, self.history, when)
+
+    def _find(self, keys: StreamKeys, by_tier: dict[str, int]) -> None:
+        """Count what is here of a prompt, in tokens by tier."""
+        size, limit = self.page_size, keys.opening.num_prompt_tokens - 1
+        pages, cut = self._match(keys, limit)
+        by_tier["device"] += len(pages) * size + (cut.end if cut else 0)
+        for key in keys.first(limit // size)[len(pages) :] if self._offload and not cut else ():
+            assert self._offload is not None
+            medium = self._offload.tiers.find(key)
+            if medium is None:
+                break
+            by_tier[_SOURCES[medium]] += size
 
     def ever_fits(self, opening: Opening) -> Refusal | None:
         """Refuse a stream that needs more pages than there are."""
@@ -116,90 +204,247 @@ class KVManager(Resource):
             is_permanent=True,
         )
 
-    def match(self, opening: Opening) -> int | None:
-        """Return the tokens of full pages that are here already, at most all but one."""
-        return len(self.index.match(self._known_keys(opening))) * self.page_size
+    def match(self, opening: Opening, limit: int) -> int:
+        """Return the slots of full pages that are here already, and of an item's cut page."""
+        keys = self._keys_of(opening)
+        if keys is None:
+            return 0
+        pages, cut = self._match(keys, limit)
+        if cut and not self._can_copy(opening, len(pages)):
+            cut = None
+        return len(pages) * self.page_size + (cut.end if cut else 0)
 
-    def _is_shared(self, opening: Opening) -> bool:
-        return opening.root is not None and self.is_reuse_enabled
+    def _can_copy(self, opening: Opening, num_pages: int) -> bool:
+        """Tell whether an open stream has a page to copy a cut to, or can surely take one."""
+        stream = self._streams.get((opening.request_id, opening.label))
+        if stream is None or num_pages < self._table.num_pages[stream.row]:
+            return True
+        # Those of the prefix that nobody holds yet, and the cut page itself, will be held.
+        assert stream.keys is not None, "a stream out of reuse was offered a cut"
+        return self.pool.num_available >= num_pages - stream.keys.num_indexed + 2
 
-    def _known_keys(self, opening: Opening) -> list[bytes]:
-        """Return the keys of the stream's full pages, the last token's page left out."""
-        if not self._is_shared(opening):
-            return []
-        limit = (len(opening.tokens) - 1) // self.page_size
-        given = min(len(opening.page_keys or ()), opening.num_prompt_tokens // self.page_size)
-        keys = list((opening.page_keys or ())[: min(given, limit)])
-        if len(keys) < limit:
-            items = page_items(opening.spans, self.page_size) if opening.spans else {}
-            for page in range(len(keys), limit):
-                keys.append(self._page_key(opening, keys, items, page))
-        return keys
+    def _keys_of(self, opening: Opening) -> StreamKeys | None:
+        """Return the names of a stream's pages; ``None`` where it is out of reuse."""
+        if opening.root is None or not self.is_reuse_enabled:
+            return None
+        stream = self._streams.get((opening.request_id, opening.label))
+        if stream is not None:
+            return stream.keys
+        # A request at the head of the queue is looked at again and again.
+        if self._last_keys is None or self._last_keys.opening is not opening:
+            self._last_keys = StreamKeys(opening, self.page_size)
+        return self._last_keys
 
-    def _page_key(
-        self,
-        opening: Opening,
-        keys: list[bytes],
-        items: dict[int, list[PageItem]],
-        page: int,
-    ) -> bytes:
-        assert opening.root is not None
-        prev = keys[page - 1] if page else opening.root
-        start = page * self.page_size
-        ids = opening.tokens[start : start + self.page_size]
-        on_page = items.get(page, ())
-        if on_page:
-            covered = {
-                slot
-                for item in on_page
-                for slot in range(item.start, item.start + item.length - item.offset)
-            }
-            ids = [token for slot, token in enumerate(ids) if slot not in covered]
-        return page_key(prev, ids, on_page)
+    def _match(self, keys: StreamKeys, limit: int) -> tuple[list[int], Cut | None]:
+        """Return the pages of the longest indexed beginning, and the cut page behind them."""
+        limit = min(limit, keys.opening.naming.until)
+        pages = self.index.match(keys.first(limit // self.page_size))
+        room = limit - len(pages) * self.page_size
+        for end in reversed(keys.ends(len(pages))):
+            if end <= room:
+                cut = self.index.cut(keys.end_key(len(pages), end))
+                if cut is not None:
+                    return pages, cut
+        return pages, None
+
+    def is_pending(self, opening: Opening, start: int) -> bool:
+        """Tell whether another stream is about to fill the page that ``start`` is on."""
+        keys = self._keys_of(opening)
+        if keys is None or not self._frontier:
+            return False
+        own = self._streams.get((opening.request_id, opening.label))
+        names = self._names_ahead(keys, start, len(opening.tokens) - 1)
+        return any(self._frontier.get(name, own) is not own for name in names)
+
+    def _names_ahead(self, keys: StreamKeys, start: int, limit: int) -> list[bytes]:
+        """Return the names that the page of slot ``start`` can get, up to slot ``limit``."""
+        page, used = divmod(start, self.page_size)
+        room = min(limit, keys.opening.naming.until) - page * self.page_size
+        names = [keys.end_key(page, end) for end in keys.ends(page) if used < end <= room]
+        if room >= self.page_size:
+            names.append(keys.key(page))
+        return names
 
     def open(self, opening: Opening, num_reused: int) -> Refusal | None:
-        """Pin the reused pages, then take pages for the rest of what is to be computed."""
-        keys = self._known_keys(opening)
-        reused = self.index.match(keys)[: num_reused // self.page_size]
-        assert len(reused) * self.page_size == num_reused, (len(reused), num_reused)
-        self.pool.retain(reused)
-        needed = self._pages_for(len(opening.tokens)) - len(reused)
+        """Pin the reused pages, then take pages for the rest of what is to be computed.
+
+        A stream that waits for another to compute what comes next takes no pages yet.
+        """
+        key = (opening.request_id, opening.label)
+        assert key not in self._streams, f"stream {key} is open already"
+        keys = self._keys_of(opening)
+        reused, cut = self._match(keys, num_reused) if keys is not None else ([], None)
+        matched = len(reused) * self.page_size + (cut.end if cut else 0)
+        assert matched == num_reused, (matched, num_reused)
+        pinned = [*reused, cut.page] if cut else reused
+        self.pool.retain(pinned)
+        is_waiting = self.is_pending(opening, num_reused)
+        needed = self._pages_for(num_reused if is_waiting else len(opening.tokens)) - len(reused)
         # A page for each open stream stays available, so that growth seldom preempts.
         spare = self.pool.num_available - needed
         if spare < len(self._streams) or (taken := self.pool.try_allocate(needed)) is None:
             available = self.pool.num_available
-            self.pool.release(reused)
+            self.pool.release(pinned)
             return Refusal(
                 self.resource_key,
                 f"{needed} KV pages are needed beside {len(reused)} reused ones; "
                 f"{available} are available and {len(self._streams)} are set aside",
             )
+        stream = self._begin(opening, keys, reused, taken, num_reused)
+        self._count_sources(opening, pinned, 0, num_reused)
+        if cut:
+            self.cache.copy_slots(cut.page, taken[0], cut.end)
+            self.pool.release([cut.page])
+        self._index_written(stream, num_reused)
+        return None
+
+    def _begin(
+        self,
+        opening: Opening,
+        keys: StreamKeys | None,
+        reused: list[int],
+        taken: list[int],
+        stored: int,
+    ) -> _Stream:
         row = self._table.take_row()
         if row >= len(self._index_at):
             self._index_at = np.resize(self._index_at, len(self._table.stored))
         self._table.extend(row, reused)
         self._table.extend(row, taken)
-        self._table.stored[row] = len(reused) * self.page_size
-        is_shared = self._is_shared(opening)
-        self._index_at[row] = (len(reused) + 1) * self.page_size if is_shared else _NEVER
-        key = (opening.request_id, opening.label)
-        assert key not in self._streams, f"stream {key} is open already"
-        self._streams[key] = _Stream(
-            row,
-            opening,
-            keys,
-            page_items(opening.spans, self.page_size) if is_shared and opening.spans else {},
-        )
+        self._table.stored[row] = stored
+        self._index_at[row] = _NEVER
+        stream = _Stream(row, opening, keys)
+        if keys is not None:
+            keys.num_indexed = len(reused)
+            self.history.opened(keys, self._pages_for(len(opening.tokens)))
+        self._streams[opening.request_id, opening.label] = stream
         self._labels.setdefault(opening.request_id, []).append(opening.label)
+        self._last_keys = None
+        return stream
+
+    def skip(self, opening: Opening, num_reused: int) -> None:
+        """Take over pages that others filled meanwhile, in place of its own if it has them."""
+        stream = self._streams[opening.request_id, opening.label]
+        assert stream.keys is not None, f"{opening.request_id!r} is out of reuse"
+        table, row, size = self._table, stream.row, self.page_size
+        reused, cut = self._match(stream.keys, num_reused)
+        matched = len(reused) * size + (cut.end if cut else 0)
+        assert matched == num_reused > table.stored[row], (matched, num_reused)
+        known = stream.keys.num_indexed
+        pinned = [*reused[known:], *([cut.page] if cut else [])]
+        self.pool.retain(pinned)
+        for index, page in enumerate(reused[known:], known):
+            if index < table.num_pages[row]:
+                self._give_up(table.replace(row, index, page))
+            else:
+                table.extend(row, [page])
+        stream.keys.num_indexed = len(reused)
+        if cut:
+            if len(reused) == table.num_pages[row]:
+                own = self.pool.try_allocate(1)
+                assert own is not None, "a cut was offered without a page to copy it to"
+                table.extend(row, own)
+            self.cache.copy_slots(cut.page, int(table.pages(row)[len(reused)]), cut.end)
+            self.pool.release([cut.page])
+        self._count_sources(opening, pinned, int(table.stored[row]), num_reused)
+        table.stored[row] = num_reused
+        self._rows = None
+        self.revision += 1
+        self._index_written(stream, num_reused)
+
+    def _count_sources(self, opening: Opening, pages: Sequence[int], start: int, stop: int) -> None:
+        """Note where slots ``start`` to ``stop`` were found, on the last pages before ``stop``."""
+        origin = self._offload.origin if self._offload is not None else {}
+        if not origin:
+            opening.sources["device"] += stop - start
+            return
+        size = self.page_size
+        first = self._pages_for(stop) - len(pages)
+        for number, page in enumerate(pages, first):
+            medium = origin.pop(page, None)
+            source = "device" if medium is None else _SOURCES[medium]
+            opening.sources[source] += min((number + 1) * size, stop) - max(number * size, start)
+
+    def _give_up(self, page: int) -> None:
+        """Release a page of one stream, whose names are gone over to another page."""
+        if self.pool.is_kept(page):
+            self.index.remove(page)
+            self.pool.unkeep(page)
+        self.pool.release([page])
+
+    def fork(self, request_id: str, label: str, opening: Opening) -> Refusal | None:
+        """Share the full pages of another stream with a new one, and copy the one begun."""
+        source = self._streams[request_id, label]
+        stored = int(self._table.stored[source.row])
+        full, used = divmod(stored, self.page_size)
+        pages = self._table.pages(source.row).tolist()
+        taken = self.pool.try_allocate(1 if used else 0)
+        if taken is None:
+            return Refusal(self.resource_key, "a fork needs a KV page; none is available")
+        self.pool.retain(pages[:full])
+        # What the source cannot name, its copy cannot.
+        opening.naming.cut(source.opening.naming.until)
+        keys = self._keys_of(opening) if source.keys is not None else None
+        stream = self._begin(opening, keys, pages[:full], taken, stored)
+        if keys is not None and source.keys is not None:
+            keys.num_indexed = source.keys.num_indexed
+        if used:
+            self.cache.copy_slots(pages[full], taken[0], used)
+        self._index_written(stream, stored)
         return None
 
     def close(self, request_id: str) -> None:
         """Give back the pages of all streams of the request."""
         for label in self._labels.pop(request_id, ()):
             stream = self._streams.pop((request_id, label))
+            self._move_frontier(stream, ())
+            if stream.opening.retain_seconds and stream.keys is not None:
+                own = self._table.pages(stream.row)[: stream.keys.num_indexed].tolist()
+                self.pool.protect(own, stream.opening.retain_seconds)
             self.pool.release(self._table.give_row(stream.row))
         self._rows = None
         self.revision += 1
+
+    def _forget(self, pages: list[int]) -> None:
+        """Take evicted pages out of the index; the tiers may keep them."""
+        gone = []
+        for page in pages:
+            names = self.index.remove(page)
+            if self._offload is not None:
+                self._offload.keep(page, names)
+            if names.key is not None:
+                gone.append(names.key)
+                self.history.evicted(names.key)
+        if self._events is not None:
+            self._events.removed(gone)
+
+    def _tell_stored(self, key: bytes, keys: StreamKeys, number: int) -> None:
+        """Tell that a full page can be reused from now on."""
+        assert self._events is not None, "nobody asked for events"
+        ids, items = keys.content(number)
+        parent = keys.parent(number) if number else None
+        self._events.stored(key, parent, placed(ids, items, self.page_size), items)
+        if self._offload is not None:
+            self._told[key] = (keys, number)
+
+    def _tier_changed(self, change: Change) -> None:
+        """Tell what became of full pages in a tier; a reset is told for all at once."""
+        assert self._events is not None, "nobody asked for events"
+        medium = Medium(change.medium)
+        if change.kind == "removed":
+            self._events.removed(change.keys, medium)
+            for key in change.keys:
+                if self.index.get(key) is None:
+                    self._told.pop(key, None)
+        elif change.kind == "stored":
+            for key in change.keys:
+                # Of pages that an earlier process left on disk only the name is known.
+                if key in self._told:
+                    keys, number = self._told[key]
+                    ids, items = keys.content(number)
+                    parent = keys.parent(number) if number else None
+                    slots = placed(ids, items, self.page_size)
+                    self._events.stored(key, parent, slots, items, medium)
 
     # A step's life.
 
@@ -212,7 +457,12 @@ class KVManager(Resource):
         self._grown = []
         if not len(growing):
             return None
+        owners = rows[growing].tolist()
         counts = [self._pages_for(slots) for slots in missing[growing].tolist()]
+        if where.has_twins:
+            # Of several segments of one stream the last one reaches furthest.
+            furthest = dict(zip(owners, counts, strict=True))
+            owners, counts = list(furthest), list(furthest.values())
         needed = sum(counts)
         pages = self.pool.try_allocate(needed)
         if pages is None:
@@ -220,7 +470,7 @@ class KVManager(Resource):
                 self.resource_key,
                 f"the step needs {needed} more KV pages; {self.pool.num_available} are available",
             )
-        self._grown = list(zip(rows[growing].tolist(), counts, strict=True))
+        self._grown = list(zip(owners, counts, strict=True))
         table.extend_each(self._grown, pages)
         return None
 
@@ -327,40 +577,99 @@ class KVManager(Resource):
         for i in (stored >= self._index_at[where.rows]).nonzero()[0].tolist():
             segment = segments[i]
             stream = self._streams[segment.request_id, segment.label]
-            self._index_filled(stream, int(stored[i]) // self.page_size)
+            self._index_written(stream, int(stored[i]))
+        if where.has_twins:
+            self._rows = None
 
-    def _index_filled(self, stream: _Stream, num_full: int) -> None:
-        """Index the stream's full pages; adopt the page of a key that is indexed already."""
-        row, keys, index = stream.row, stream.keys, self.index
-        start = int(self._index_at[row]) // self.page_size - 1
-        pages = self._table.pages(row)
-        parent = int(pages[start - 1]) if start else None
-        assert parent is None or index.key(parent) == keys[start - 1], f"page {parent} is forgotten"
-        for page_index, own in enumerate(pages[start:num_full].tolist(), start):
-            if page_index == len(keys):
-                keys.append(self._page_key(stream.opening, keys, stream.items, page_index))
-            key = keys[page_index]
+    def _index_written(self, stream: _Stream, stored: int) -> None:
+        """Index what the stream's first ``stored`` slots have names for."""
+        keys = stream.keys
+        if keys is None:
+            return
+        opening, size = stream.opening, self.page_size
+        until = opening.naming.until
+        named = stored if stored <= until else until
+        full = named // size
+        if full > keys.num_indexed:
+            self._index_pages(stream.row, keys, full)
+        mark = (full + 1) * size
+        if keys.has_items:
+            used = named - full * size
+            own = self._table.pages(stream.row)[max(full - 1, 0) : full + 1].tolist()
+            if used:
+                self._index_ends(keys, full, own[-1], own[0] if full else None, used)
+            mark = keys.next_mark(stored)
+        self._index_at[stream.row] = mark if named == stored else _NEVER
+        if stream.frontier or stored < opening.num_prompt_tokens:
+            ahead = self._names_ahead(keys, stored, opening.num_prompt_tokens)
+            self._move_frontier(stream, ahead)
+
+    def _index_pages(self, row: int, keys: StreamKeys, full: int) -> None:
+        """Index pages up to the first ``full``, or adopt those that their keys are indexed by."""
+        index, first = self.index, keys.num_indexed
+        pages = self._table.pages(row)[:full]
+        parent = int(pages[first - 1]) if first else None
+        for number, page in enumerate(pages[first:].tolist(), first):
+            key = keys.key(number)
             known = index.get(key)
             if known is None:
-                index.add(key, own, parent)
-                self.pool.keep(own)
-            elif known != own:
+                known = page
+                index.add(key, page, parent)
+                self.pool.keep(page)
+                if self._events is not None:
+                    self._tell_stored(key, keys, number)
+            elif known != page:
                 self.pool.retain([known])
-                self.pool.release([self._table.replace(row, page_index, known)])
+                self._give_up(self._table.replace(row, number, known))
                 self.revision += 1
-            parent = own if known is None else known
-        self._index_at[row] = (num_full + 1) * self.page_size
+            if keys.has_items:
+                self._index_ends(keys, number, known, parent, self.page_size)
+            parent = known
+        keys.num_indexed = full
+
+    def _index_ends(
+        self, keys: StreamKeys, number: int, page: int, parent: int | None, used: int
+    ) -> None:
+        """Index the cuts among the first ``used`` slots of a stream's page."""
+        for end in keys.ends(number):
+            if end <= used:
+                self.index.add_end(keys.end_key(number, end), page, end, parent)
+                self.pool.keep(page)
+
+    def _move_frontier(self, stream: _Stream, names: Sequence[bytes]) -> None:
+        """Say what the stream computes next; what others said before is theirs."""
+        for name in stream.frontier:
+            del self._frontier[name]
+        stream.frontier = tuple(name for name in names if name not in self._frontier)
+        self._frontier.update(dict.fromkeys(stream.frontier, stream))
 
     def usage(self) -> tuple[int, int, int]:
         """Return pages there are, pages held by streams, pages kept for reuse only."""
         return self.pool.num_pages, self.pool.num_held, self.pool.num_retained
 
+    def counters(self) -> Mapping[str, int]:
+        """Return evictions, and pages in tiers."""
+        counted = {"num_evictions": self.pool.num_evictions}
+        if self._offload is not None:
+            for tier in self._offload.tiers.tiers:
+                counted[f"num_pages_{_SOURCES[tier.medium]}"] = len(tier)
+            counted["num_pages_broken"] = sum(t.counts.corrupt for t in self._offload.tiers.tiers)
+        return counted
+
     def reset(self) -> int:
         """Forget every key; pages of running streams stay theirs but are not shared any more."""
         count = self.index.clear()
         self.pool.drop_kept()
+        self.history.clear()
+        self._told.clear()
+        if self._offload is not None:
+            count += self._offload.clear()
+        if self._events is not None:
+            self._events.cleared()
         for stream in self._streams.values():
             self._index_at[stream.row] = _NEVER
+            self._move_frontier(stream, ())
+            stream.keys = None
         return count
 
     def check(self) -> None:
@@ -381,6 +690,10 @@ class KVManager(Resource):
         for page, count in holders.items():
             assert self.pool.ref_count(page) == count, (page, self.pool.ref_count(page), count)
         assert len(holders) == self.pool.num_held, (len(holders), self.pool.num_held)
+        if self._offload is not None:
+            self._offload.tiers.check()
+        ahead = {name: stream for stream in self._streams.values() for name in stream.frontier}
+        assert ahead == self._frontier, "what is computed next is not what the streams say"
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -394,20 +707,30 @@ class KVManager(Resource):
         spans = np.fromiter((s.span for s in segments), np.int64, len(segments))
         indptr = np.zeros(len(segments) + 1, np.int32)
         np.cumsum(spans, out=indptr[1:])
+        stored = self._table.stored[rows]
+        has_twins = len(set(rows.tolist())) < len(rows)
+        if has_twins:
+            ends: dict[int, int] = {}
+            for i, row in enumerate(rows.tolist()):
+                stored[i] = ends.get(row, stored[i])
+                ends[row] = int(stored[i] + spans[i])
         self._rows = _Rows(
             segments,
             rows,
             spans,
             spans.astype(np.int32),
             indptr,
-            self._table.stored[rows],
-            bool((spans == 1).all()),
+            stored,
+            bool((spans == 1).all()) and not has_twins,
+            has_twins,
         )
         return self._rows
 
 
+_SOURCES = {Medium.HOST.value: "host", Medium.DISK.value: "disk"}
+"""What a tier is called where reuse is counted, by its medium."""
 _NEVER = np.iinfo(np.int64).max
-"""In place of the number of indexed pages: this stream indexes none."""
+"""In place of a stored length: this stream has nothing more to index."""
 
 
 def _allocate(layout: KVLayout, config: KVConfig) -> PagedKVCache:

@@ -7,10 +7,15 @@ Every page is in one of three states::
     retained  nobody holds it, kept for reuse             taken when no free page is left,
                                                           longest unused first
 
+A retained page may be protected for a time: it goes only when all that are not have gone. The page
+before it in its stream is protected as long or longer, so that no page outlives its prefix.
+
 Retained pages wait in a queue of whole releases, so that giving back ten thousand pages is one
 entry; entries that were taken up again are skipped when they come to the front.
 """
 
+import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -25,11 +30,26 @@ class PagePool:
 
     Args:
         num_pages: Pages to hand out; their ids are ``1 … num_pages``, since 0 is the sink.
-        on_evict: Called with a retained page's id just before the page is handed out anew.
+        on_evict: Called with the ids of retained pages just before they are handed out anew, a
+            stream's last page first.
+        max_protected: Pages that may be protected at once.
+        clock: Returns the time in seconds.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        on_evict: Callable[[list[int]], object],
+        max_protected: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_pages = num_pages
+        self._max_protected = max_protected
+        self._time = clock
+        self._until = np.zeros(num_pages + 1, np.float64)
+        """Until when each page is protected, by ``clock``."""
+        self._protected: list[tuple[float, int, list[int]]] = []
+        """Heap of releases of protected pages: until when, their clock, and the pages."""
         self._on_evict = on_evict
         self._free: list[int] = list(range(num_pages, 0, -1))
         self._ref_count = np.zeros(num_pages + 1, np.int32)
@@ -74,8 +94,9 @@ class PagePool:
         else:
             pages = free[::-1]
             free.clear()
-            while len(pages) < count:
-                pages.append(self._evict())
+            evicted = [self._evict() for _ in range(count - len(pages))]
+            self._on_evict(evicted)
+            pages += evicted
         if count == 1:
             self._ref_count[pages[0]] = 1
         elif count:
@@ -111,6 +132,7 @@ class PagePool:
             self._enqueue(idle)
             return
         self._free.extend(idle[~kept].tolist())
+        self._until[idle[~kept]] = 0
         if kept.any():
             self._enqueue(idle[kept])
 
@@ -118,12 +140,43 @@ class PagePool:
         """Retain this held page once nobody holds it."""
         self._is_kept[page] = True
 
+    def is_kept(self, page: int) -> bool:
+        """Tell whether the page is retained once nobody holds it."""
+        return bool(self._is_kept[page])
+
+    def unkeep(self, page: int) -> None:
+        """Let this held page become free once nobody holds it."""
+        assert self._ref_count[page] > 0, f"page {page} is not held"
+        self._is_kept[page] = False
+        self._until[page] = 0
+
+    def protect(self, pages: Sequence[int], seconds: float) -> int:
+        """Protect held pages from now on, as many of them as the bound allows.
+
+        Args:
+            pages: A stream's from its first on, in order.
+            seconds: How long; it never shortens what was granted before.
+
+        Returns:
+            How many of the pages, from the first on, are protected so long.
+        """
+        now = self._time()
+        ids = np.asarray(pages, np.int64)
+        is_new = self._until[ids] <= now
+        room = self._max_protected - int(np.count_nonzero(self._until > now))
+        granted = int(np.count_nonzero(np.cumsum(is_new) <= room))
+        ids = ids[:granted]
+        self._until[ids] = np.maximum(self._until[ids], now + seconds)
+        return granted
+
     def drop_kept(self) -> int:
         """Keep nothing any more: retained pages become free. Returns how many did."""
         dropped = np.nonzero(self._is_kept & (self._ref_count == 0))[0]
         self._free.extend(dropped.tolist())
         self._is_kept[:] = False
         self._queue.clear()
+        self._protected.clear()
+        self._until[:] = 0
         self._num_queued = 0
         self.num_retained = 0
         return len(dropped)
@@ -131,11 +184,36 @@ class PagePool:
     def _enqueue(self, pages: npt.NDArray[np.int64]) -> None:
         self._clock += 1
         self._released_at[pages] = self._clock
-        self._queue.append((self._clock, pages[::-1].tolist()))
         self._num_queued += len(pages)
         self.num_retained += len(pages)
+        if self._max_protected:
+            until = self._until[pages]
+            if (until > self._time()).any():
+                self._enqueue_protected(pages, until)
+                return
+        self._queue.append((self._clock, pages[::-1].tolist()))
         if self._num_queued > 2 * self.num_pages:
             self._compact()
+
+    def _enqueue_protected(
+        self, pages: npt.NDArray[np.int64], until: npt.NDArray[np.float64]
+    ) -> None:
+        """Queue a release by how long its pages are protected; those that are not go first."""
+        for end in np.unique(until).tolist():
+            part = pages[until == end][::-1].tolist()
+            if end > self._time():
+                heapq.heappush(self._protected, (end, self._clock, part))
+            else:
+                self._queue.append((self._clock, part))
+
+    def _expire(self) -> None:
+        """Put releases whose time is over before all others."""
+        now = self._time()
+        expired = []
+        while self._protected and self._protected[0][0] <= now:
+            _, clock, pages = heapq.heappop(self._protected)
+            expired.append((clock, pages))
+        self._queue.extendleft(reversed(expired))
 
     def _is_current(self, page: int, clock: int) -> bool:
         return (
@@ -147,14 +225,23 @@ class PagePool:
     def _compact(self) -> None:
         """Drop entries of the queue that were taken up again, so that it stays bounded."""
         old, self._queue = self._queue, deque()
+        kept, self._protected = self._protected, []
         self._num_queued = self.num_retained
         for clock, pages in old:
             current = [page for page in pages if self._is_current(page, clock)]
             if current:
                 self._queue.append((clock, current))
+        for until, clock, pages in kept:
+            current = [page for page in pages if self._is_current(page, clock)]
+            if current:
+                heapq.heappush(self._protected, (until, clock, current))
 
     def _evict(self) -> int:
+        self._expire()
         while True:
+            if not self._queue:
+                _, clock, pages = heapq.heappop(self._protected)
+                self._queue.append((clock, pages))
             clock, pages = self._queue[0]
             while pages:
                 page = pages.pop()
@@ -162,8 +249,8 @@ class PagePool:
                 if self._is_current(page, clock):
                     self.num_retained -= 1
                     self.num_evictions += 1
-                    self._on_evict(page)
                     self._is_kept[page] = False
+                    self._until[page] = 0
                     return page
             self._queue.popleft()
 
@@ -173,10 +260,11 @@ class PagePool:
         assert len(free) == len(self._free), "a page is on the free list twice"
         assert 0 not in free, "the sink page was freed"
         assert self._ref_count[0] == 0, f"the sink page has {self._ref_count[0]} holders"
-        queued = sum(len(pages) for _, pages in self._queue)
+        entries = [*self._queue, *((clock, pages) for _, clock, pages in self._protected)]
+        queued = sum(len(pages) for _, pages in entries)
         assert queued == self._num_queued, (queued, self._num_queued)
         retained: set[int] = set()
-        for clock, pages in self._queue:
+        for clock, pages in entries:
             for page in pages:
                 if self._is_current(page, clock):
                     assert page not in retained, f"page {page} is retained twice"

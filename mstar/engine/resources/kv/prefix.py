@@ -1,7 +1,25 @@
 """PrefixIndex: page key to page, and the longest reusable prefix; knows no streams."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Cut(NamedTuple):
+    """A page whose first slots, up to where an item ends, have a name of their own."""
+
+    page: int
+    end: int
+    """Slots from the page's start, in tokens."""
+
+
+class Names(NamedTuple):
+    """What one page was indexed by."""
+
+    key: bytes | None
+    """Of the whole page; ``None``: it is not full, or not known to be."""
+    ends: tuple[tuple[bytes, int], ...]
+    """End keys, and how many slots each names."""
 
 
 class PrefixIndex:
@@ -16,13 +34,21 @@ class PrefixIndex:
         self._key: dict[int, bytes] = {}
         self._parent: dict[int, int | None] = {}
         self._num_children: dict[int, int] = {}
+        self._cuts: dict[bytes, list[Cut]] = {}
+        self._ends: dict[int, list[tuple[bytes, int]]] = {}
 
     def __len__(self) -> int:
-        return len(self._page)
+        """Return how many pages are indexed."""
+        return len(self._parent)
 
     def get(self, key: bytes) -> int | None:
         """Return the page that holds the KV of ``key``."""
         return self._page.get(key)
+
+    def cut(self, key: bytes) -> Cut | None:
+        """Return a page whose first slots the end key ``key`` names."""
+        cuts = self._cuts.get(key)
+        return cuts[0] if cuts else None
 
     def key(self, page: int) -> bytes | None:
         """Return the key that ``page`` is indexed by."""
@@ -40,46 +66,82 @@ class PrefixIndex:
 
         Args:
             key: Not indexed yet.
-            page: Not indexed yet.
+            page: Not indexed by a key yet.
             parent: The indexed page before it in the chain; ``None`` for a first page.
         """
         assert key not in self._page, f"key {key.hex()} is indexed already"
         assert page not in self._key, f"page {page} is indexed already"
-        if parent is not None:
+        known = self._parent.setdefault(page, parent)
+        assert known == parent, (page, known, parent)
+        if parent is not None and page not in self._ends:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
         self._page[key] = page
         self._key[page] = key
-        self._parent[page] = parent
 
-    def remove(self, page: int) -> bytes:
-        """Forget ``page``, under which nothing may be indexed; returns its key."""
+    def add_end(self, key: bytes, page: int, end: int, parent: int | None) -> None:
+        """Index the first ``end`` slots of ``page`` by an end key; again is not an error."""
+        if (key, end) in self._ends.get(page, ()):
+            return
+        if page not in self._parent:
+            self._parent[page] = parent
+            if parent is not None:
+                self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        self._ends.setdefault(page, []).append((key, end))
+        self._cuts.setdefault(key, []).append(Cut(page, end))
+
+    def remove(self, page: int) -> Names:
+        """Forget ``page``, under which nothing may be indexed; returns what named it."""
         assert not self._num_children.get(page), (
             f"page {page} goes before {self._num_children[page]} pages that build on it"
         )
-        key = self._key.pop(page)
-        del self._page[key]
-        parent = self._parent.pop(page)
+        key = self._key.pop(page, None)
+        if key is not None:
+            del self._page[key]
+        ends = self._ends.pop(page, ())
+        for name, end in ends:
+            cuts = self._cuts[name]
+            cuts.remove(Cut(page, end))
+            if not cuts:
+                del self._cuts[name]
+        parent = self._parent.pop(page, None)
         self._num_children.pop(page, None)
         if parent is not None:
             self._num_children[parent] -= 1
-        return key
+        return Names(key, tuple(ends))
+
+    def items(self) -> Iterator[tuple[int, Names]]:
+        """Yield every page and what names it, each before the page that it builds on."""
+        # A page is indexed after the one that it builds on.
+        for page in reversed(list(self._parent)):
+            yield page, Names(self._key.get(page), tuple(self._ends.get(page, ())))
 
     def clear(self) -> int:
         """Forget everything; returns how many pages were indexed."""
-        count = len(self._page)
-        for mapping in (self._page, self._key, self._parent, self._num_children):
+        count = len(self._parent)
+        for mapping in (
+            self._page,
+            self._key,
+            self._parent,
+            self._num_children,
+            self._cuts,
+            self._ends,
+        ):
             mapping.clear()
         return count
 
     def check(self) -> None:
         """Verify that both directions agree and every parent is indexed."""
-        assert len(self._page) == len(self._key) == len(self._parent)
-        children: dict[int, int] = {}
+        assert len(self._page) == len(self._key)
+        assert self._key.keys() | self._ends.keys() == self._parent.keys()
         for key, page in self._page.items():
             assert self._key[page] == key, f"page {page} is indexed by another key"
-            parent = self._parent[page]
+        children: dict[int, int] = {}
+        for page, parent in self._parent.items():
             if parent is not None:
                 assert parent in self._key, f"page {page} builds on {parent}, which is not indexed"
                 children[parent] = children.get(parent, 0) + 1
         counted = {page: count for page, count in self._num_children.items() if count}
         assert counted == children, "the counts of children are off"
+        cuts = {(key, *cut) for key, found in self._cuts.items() for cut in found}
+        ends = {(key, page, end) for page, own in self._ends.items() for key, end in own}
+        assert cuts == ends, f"end keys disagree: {cuts ^ ends}"

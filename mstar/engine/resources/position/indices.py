@@ -24,6 +24,8 @@ class Runs:
     segments: tuple[Segment, ...]
     rows: Ints
     """``[B]``: row of each segment's counter."""
+    spans: Ints
+    """``[B]``: new slots of each segment."""
     owners: Ints | None
     """``[T]``: segment of each slot; ``None``: every segment has one slot."""
     offsets: Ints
@@ -33,17 +35,21 @@ class Runs:
     twins: tuple[tuple[int, int], ...]
     """Pairs of a segment and the one of the same stream before it; usually none."""
 
-    def starts(self, counters: Ints, advance: tuple[int, ...] | None) -> Ints:
+    def starts(self, counters: Ints, moves: Ints) -> Ints:
         """Return ``[B]``: the counter that each segment begins at.
 
         Args:
             counters: All counters, by row.
-            advance: How far each segment moves its counter, in place of the scheme's rule.
+            moves: ``[B]``, how far each segment moves its counter.
         """
         starts = counters[self.rows]
         for later, earlier in self.twins:
-            starts[later] = starts[earlier] + (advance or self.moves)[earlier]
+            starts[later] = starts[earlier] + moves[earlier]
         return starts
+
+    def offset(self, index: int) -> int:
+        """Return the place of a segment's first slot among all ``T``."""
+        return int(self.spans[:index].sum())
 
     def ids(self, starts: Ints) -> Ints:
         """Return ``[T]``: the scheme's id of every new slot."""
@@ -105,6 +111,7 @@ def make_runs(
     return Runs(
         segments=segments,
         rows=rows,
+        spans=spans,
         owners=None if is_decode else np.repeat(np.arange(count), spans),
         offsets=_OFFSETS[config.scheme](spans),
         moves=_MOVES[config.scheme](spans, config),

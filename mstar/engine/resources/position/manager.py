@@ -16,8 +16,10 @@ from mstar.engine.resources.position.config import (
     PosScheme,
     RopeParams,
 )
+from mstar.engine.resources.position.counters import SpanCounters
 from mstar.engine.resources.position.indices import Ints, Runs, make_runs, replace_ids
 from mstar.engine.resources.position.rope import CosSinTable, Rotation
+from mstar.engine.resources.spans import is_item_slot
 from mstar.engine.resources.step import ResourceStep, Segment
 from mstar.errors import ConfigError, ContextLengthError, RequestError
 
@@ -110,7 +112,14 @@ class PositionManager(Resource):
             )
         self._counters = np.zeros(deployment.max_num_seqs, np.int64)
         self._free = list(range(deployment.max_num_seqs - 1, -1, -1))
+        self._stored = np.zeros(deployment.max_num_seqs, np.int64)
+        """Stored slots by row, in tokens; kept only once they and the counters are apart."""
+        self._is_apart = config.scheme is PosScheme.BLOCK
+        """Some counter may be another number than its stream's stored slots."""
         self._row_of: dict[tuple[str, str], int] = {}
+        self._openings: dict[int, Opening] = {}
+        self._layouts: dict[int, SpanCounters] = {}
+        """Of the streams whose prompt has a layout, by row."""
         self._labels: dict[str, list[str]] = {}
         self._runs: Runs | None = None
         self._fixed: dict[int, tuple[Mirror, list[Tensor]]] = {}
@@ -149,72 +158,76 @@ class PositionManager(Resource):
 
     # A request's life.
 
-    def match(self, opening: Opening) -> int | None:
-        """Return how many leading slots may be reused without losing count.
-
-        Stored slots tell the counter only where each slot moved it by one: not under ``BLOCK``,
-        and not behind an item, whose slots a step may number as it likes.
-        """
-        if self.config.scheme is PosScheme.BLOCK:
+    def match(self, opening: Opening, limit: int) -> int:
+        """Allow no reuse where the layout does not say what blocks a stream is made of."""
+        if self.config.scheme is PosScheme.BLOCK and not opening.spans:
             return 0
-        leading = 0
-        for length, digest in opening.spans:
-            if digest is not None:
-                return leading
-            leading += length
-        return None
+        return limit
 
     def open(self, opening: Opening, num_reused: int) -> Refusal | None:
-        """Begin a stream whose next position is ``num_reused``.
+        """Begin a stream at the position that its layout has at slot ``num_reused``.
 
         Raises:
             ConfigError: If slots are reused although ``match`` refused them.
         """
-        reusable = self.match(opening)
-        if reusable is not None and num_reused > reusable:
+        if num_reused and self.match(opening, num_reused) == 0:
             raise ConfigError(
                 f"{num_reused} slots of request {opening.request_id!r} are reused; positions of "
-                f"scheme {self.config.scheme.value!r} allow {reusable} here"
+                f"scheme {self.config.scheme.value!r} allow none without a layout"
             )
-        self._add(opening.request_id, opening.label, num_reused)
+        self._add(opening, num_reused)
         return None
 
-    def _add(self, request_id: str, label: str, counter: int) -> None:
-        key = (request_id, label)
+    def skip(self, opening: Opening, num_reused: int) -> None:
+        """Move a stream on to the position that its layout has at slot ``num_reused``."""
+        row = self._row_of[opening.request_id, opening.label]
+        layout = self._layouts.get(row)
+        self._counters[row] = num_reused if layout is None else layout.at(num_reused)
+        self._stored[row] = num_reused
+        self._runs = None
+        self.revision += 1
+
+    def _add(self, opening: Opening, stored: int) -> int:
+        key = (opening.request_id, opening.label)
         assert key not in self._row_of, f"stream {key} is open already"
         if not self._free:
             size = len(self._counters)
             self._counters = np.concatenate((self._counters, np.zeros(size, np.int64)))
+            self._stored = np.concatenate((self._stored, np.zeros(size, np.int64)))
             self._free = list(range(2 * size - 1, size - 1, -1))
-        row = self._free.pop()
-        self._row_of[key] = row
-        self._labels.setdefault(request_id, []).append(label)
-        self._counters[row] = counter
+        row = self._row_of[key] = self._free.pop()
+        self._labels.setdefault(opening.request_id, []).append(opening.label)
+        self._openings[row] = opening
+        self._stored[row] = self._counters[row] = stored
+        if opening.spans:
+            self._part()
+            layout = self._layouts[row] = SpanCounters(opening.spans, self.config)
+            self._counters[row] = layout.at(stored)
+        if self.config.scheme is PosScheme.BLOCK:
+            # Where generated ids stand depends on the steps that made them.
+            opening.naming.cut(self._layouts[row].num_slots if opening.spans else 0)
+        return row
 
-    def fork(
-        self,
-        request_id: str,
-        label: str,
-        target_label: str,
-        target_request_id: str | None = None,
-    ) -> None:
+    def _part(self) -> None:
+        """Begin to keep stored slots beside the counters, which were the same until now."""
+        if not self._is_apart:
+            self._stored[:] = self._counters
+            self._is_apart = True
+
+    def fork(self, request_id: str, label: str, opening: Opening) -> Refusal | None:
         """Give another stream this one's counter; opens it if it is not open.
-
-        Args:
-            request_id: The request forked from.
-            label: Its stream.
-            target_label: The stream that takes the counter.
-            target_request_id: Its request; ``None``: the same.
 
         Raises:
             KeyError: If the source stream is not open.
         """
-        counter = self.counter(request_id, label)
-        target = request_id if target_request_id is None else target_request_id
-        if (target, target_label) in self._row_of:
-            self.set_counter(target, target_label, counter)
-        else:
-            self._add(target, target_label, counter)
+        source = self._row_of[request_id, label]
+        target = self._row_of.get((opening.request_id, opening.label))
+        if target is None:
+            target = self._add(opening, 0)
+        self._counters[target] = self._counters[source]
+        self._stored[target] = self._stored[source]
+        self.revision += 1
+        return None
 
     def counter(self, request_id: str, label: str = "main") -> int:
         """Return the next position of a stream."""
@@ -224,13 +237,17 @@ class PositionManager(Resource):
         """Move a stream to a position, also backwards: it was moved here or rolled back."""
         if counter < 0:
             raise ConfigError(f"a counter cannot be {counter}; positions begin at 0")
+        self._part()
         self._counters[self._row_of[request_id, label]] = counter
         self.revision += 1
 
     def close(self, request_id: str) -> None:
         """Forget the counters of all streams of the request."""
         for label in self._labels.pop(request_id, ()):
-            self._free.append(self._row_of.pop((request_id, label)))
+            row = self._row_of.pop((request_id, label))
+            self._free.append(row)
+            del self._openings[row]
+            self._layouts.pop(row, None)
         self._runs = None
         self.revision += 1
 
@@ -274,9 +291,9 @@ class PositionManager(Resource):
             runs = self._runs_of(segments)
             if isinstance(step, PositionStep) and (step.pos_ids is not None or step.advance):
                 return None
-            if runs.twins:
+            if runs.twins or (self._layouts and self._laid_out(runs)):
                 return None
-            own = runs.ids(runs.starts(self._counters, None) + ahead * runs.moves)
+            own = runs.ids(runs.starts(self._counters, runs.moves) + ahead * runs.moves)
             end = int(own.max(initial=0)) + 1
             if end > self._limit:
                 return None
@@ -303,24 +320,94 @@ class PositionManager(Resource):
     def _ids(self, segments: tuple[Segment, ...], step: ResourceStep) -> tuple[Ints, int]:
         """Return the step's ids, checked, and one more than the largest."""
         runs = self._runs_of(segments)
+        laid_out = self._laid_out(runs) if self._layouts else []
         advance = _advance_of(step, segments)
-        starts = runs.starts(self._counters, advance)
+        moves = self._moves(runs, laid_out, advance)
+        starts = runs.starts(self._counters, moves)
         if advance is not None:
-            self._check_advance(runs, starts, advance)
+            self._check_moves(runs, starts, moves)
         ids = runs.ids(starts)
+        for index, layout, start in laid_out:
+            own = slice(runs.offset(index), runs.offset(index + 1))
+            stop = start + segments[index].span
+            ids[own] = starts[index] + layout.ids(start, stop) - layout.at(start)
         if isinstance(step, PositionStep) and step.pos_ids is not None:
-            ids = replace_ids(ids, runs, step)
+            given = replace_ids(ids, runs, step)
+            self._cut_named(runs, ids, given)
+            ids = given
         return ids, self._check_ids(ids, runs)
+
+    def _laid_out(self, runs: Runs) -> list[tuple[int, SpanCounters, int]]:
+        """Return segments whose positions their stream's layout decides: index, it, first slot."""
+        found = []
+        starts = self._slots(runs)
+        for index, row in enumerate(runs.rows.tolist()):
+            layout, start, span = self._layouts.get(row), int(starts[index]), int(runs.spans[index])
+            if layout is None:
+                continue
+            # Generated ids had a step each, also where a resumed stream computes them at once.
+            is_again = 1 < span <= len(self._openings[row].tokens) - start
+            if start < layout.num_slots or is_again:
+                found.append((index, layout, start))
+        return found
+
+    def _slots(self, runs: Runs) -> Ints:
+        """Return the slots stored before each segment, ``[B]``."""
+        return runs.starts(self._stored, runs.spans)
+
+    def _moves(
+        self,
+        runs: Runs,
+        laid_out: list[tuple[int, SpanCounters, int]],
+        advance: tuple[int, ...] | None,
+    ) -> Ints:
+        """Return how far each segment moves its counter, ``[B]``.
+
+        Where a step has its own idea of that, what stands behind is out of reuse.
+        """
+        moves = runs.moves
+        if laid_out:
+            moves = moves.copy()
+            for index, layout, start in laid_out:
+                moves[index] = layout.at(start + runs.segments[index].span) - layout.at(start)
+        if advance is None:
+            return moves
+        self._part()
+        given = np.asarray(advance, np.int64)
+        differing = (given != moves).nonzero()[0].tolist()
+        slots = self._slots(runs) if differing else moves
+        for index in differing:
+            stop = int(slots[index]) + runs.segments[index].span
+            self._openings[int(runs.rows[index])].naming.cut(stop)
+        return given
+
+    def _cut_named(self, runs: Runs, ids: Ints, given: Ints) -> None:
+        """Keep slots of token ids out of reuse whose positions no layout tells.
+
+        An item's digest names what its positions follow from.
+        """
+        self._part()
+        slots = self._slots(runs)
+        for index in range(len(runs.segments)):
+            own = slice(runs.offset(index), runs.offset(index + 1))
+            opening = self._openings[int(runs.rows[index])]
+            for at in (ids[own] != given[own]).nonzero()[0].tolist():
+                slot = int(slots[index]) + at
+                if not is_item_slot(opening.spans, slot):
+                    opening.naming.cut(slot)
+                    break
 
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Move the counters behind the step."""
         runs = self._runs_of(segments)
-        advance = _advance_of(step, segments)
-        moves = runs.moves if advance is None else np.asarray(advance, np.int64)
+        laid_out = self._laid_out(runs) if self._layouts else []
+        moves = self._moves(runs, laid_out, _advance_of(step, segments))
         if runs.twins:
             np.add.at(self._counters, runs.rows, moves)
         else:
             self._counters[runs.rows] += moves
+        if self._is_apart:
+            np.add.at(self._stored, runs.rows, runs.spans)
 
     def check(self) -> None:
         """Verify that rows are owned once and that no counter is negative."""
@@ -336,8 +423,10 @@ class PositionManager(Resource):
             self._runs = make_runs(segments, self._row_of, self.config)
         return self._runs
 
-    def _check_advance(self, runs: Runs, starts: Ints, advance: tuple[int, ...]) -> None:
-        for segment, start, move in zip(runs.segments, starts.tolist(), advance, strict=True):
+    def _check_moves(self, runs: Runs, starts: Ints, moves: Ints) -> None:
+        for segment, start, move in zip(
+            runs.segments, starts.tolist(), moves.tolist(), strict=True
+        ):
             if start + move < 0:
                 raise RequestError(
                     f"advance moves the counter of request {segment.request_id!r}, label "

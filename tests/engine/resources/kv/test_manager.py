@@ -1,10 +1,8 @@
 import importlib.util
-import zlib
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings, strategies as st
@@ -16,13 +14,22 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mstar.engine.resources.base import Deployment, Opening
-from mstar.engine.resources.kv.config import KVConfig, KVStep
-from mstar.engine.resources.kv.keys import chain, page_items
-from mstar.engine.resources.kv.layout import KVPlan
+from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.manager import KVManager
+from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import Segment
 from mstar.errors import ConfigError
+from tests.engine.resources.kv.sentinel import (
+    CONFIG,
+    PAGE_SIZE,
+    STEP,
+    Spans,
+    Stream,
+    manager_of,
+    opened,
+    read,
+    run,
+)
 
 TESTS = Path(__file__).parents[3]
 _spec = importlib.util.spec_from_file_location("oracle_prefix", TESTS / "oracles" / "prefix.py")
@@ -30,127 +37,6 @@ assert _spec is not None
 assert _spec.loader is not None
 oracle = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(oracle)
-
-PAGE_SIZE = 3
-CONFIG = KVConfig(num_layers=2, num_kv_heads=1, head_dim=2)
-STEP = KVStep()
-Spans = list[tuple[int, bytes | None]]
-
-
-def manager_of(num_pages: int, *, max_num_seqs: int = 2, reuse: bool = True) -> KVManager:
-    deployment = Deployment(
-        dtype="float64",
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_model_len=24,
-        enable_prefix_caching=reuse,
-    )
-    return KVManager("kv", CONFIG, deployment)
-
-
-def slots_of(tokens: list[int], spans: Spans) -> list[Hashable]:
-    """What fills each slot: an id, or one slot of an item."""
-    slots: list[Hashable] = []
-    for length, digest in spans:
-        for at in range(length):
-            slots.append(tokens[len(slots)] if digest is None else (at, length, digest))
-    return slots + list(tokens[len(slots) :])
-
-
-def contents(root: bytes | None, slots: list[Hashable]) -> torch.Tensor:
-    """A number for each slot that commits to all before it, ``[len(slots)]``, float64."""
-    values, state = [], zlib.crc32(repr(root).encode())
-    for slot in slots:
-        state = zlib.crc32(repr(slot).encode(), state)
-        values.append(float(state))
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def prompt_keys(tokens: list[int], spans: Spans, root: bytes) -> list[bytes]:
-    slots = slots_of(tokens, spans)
-    pages = [
-        [slot for slot in slots[i : i + PAGE_SIZE] if isinstance(slot, int)]
-        for i in range(0, len(slots), PAGE_SIZE)
-    ]
-    return chain(pages, page_items(spans, PAGE_SIZE), root)
-
-
-class Stream:
-    """One open stream, and what must stand in its slots."""
-
-    def __init__(self, request_id: str, tokens: list[int], spans: Spans, root: Any) -> None:
-        self.request_id = request_id
-        self.tokens = tokens
-        self.num_prompt_tokens = len(tokens)
-        self.spans = spans
-        self.root = root
-        self.stored = 0
-        self.is_sharing = root is not None
-        self.max_len = 24
-
-    def opening(self, num_keys: int | None = None) -> Opening:
-        keys: list[bytes] = []
-        if self.root is not None:
-            prompt = self.tokens[: self.num_prompt_tokens]
-            keys = prompt_keys(prompt, self.spans, self.root)[:num_keys]
-        return Opening(
-            request_id=self.request_id,
-            tokens=self.tokens,
-            num_prompt_tokens=self.num_prompt_tokens,
-            max_len=self.max_len,
-            page_keys=keys,
-            root=self.root,
-            spans=self.spans,
-        )
-
-    @property
-    def slots(self) -> list[Hashable]:
-        return slots_of(self.tokens, self.spans)
-
-    @property
-    def contents(self) -> torch.Tensor:
-        return contents(self.root, self.slots)
-
-
-def read(manager: KVManager, request_id: str) -> tuple[torch.Tensor, list[int]]:
-    """Return what a stream's stored slots hold in the last layer's values, and its pages."""
-    plan = manager.plan((Segment(request_id, "main", 0),), STEP, {})
-    length = int(plan.kv_lens[0])
-    slots = np.arange(length)
-    pages = plan.page_table[0][slots // PAGE_SIZE]
-    flat = plan.values[1].reshape(-1, 2)[:, 1]
-    full = plan.page_table[0][: length // PAGE_SIZE].tolist()
-    return flat[torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + slots % PAGE_SIZE)], full
-
-
-def write(plan: KVPlan, values: torch.Tensor) -> None:
-    for layer in range(CONFIG.num_layers):
-        rows = values[:, None, None].expand(-1, 1, 2)
-        plan.write(layer, -rows, rows)
-
-
-def run(manager: KVManager, streams: list[Stream], spans: list[int]) -> bool:
-    """Admit, plan, write and commit one step; returns whether it was admitted."""
-    segments = tuple(Segment(s.request_id, "main", n) for s, n in zip(streams, spans, strict=True))
-    if manager.admit(segments, STEP) is not None:
-        return False
-    plan = manager.plan(segments, STEP, {})
-    new = [s.contents[s.stored : s.stored + n] for s, n in zip(streams, spans, strict=True)]
-    write(plan, torch.cat(new))
-    manager.commit(segments, STEP)
-    for stream, span in zip(streams, spans, strict=True):
-        stream.stored += span
-    return True
-
-
-def opened(manager: KVManager, stream: Stream) -> int:
-    opening = stream.opening()
-    reused = manager.match(opening)
-    assert reused is not None
-    assert manager.open(opening, reused) is None
-    stream.stored = reused
-    return reused
 
 
 def test_pool_without_a_page_is_refused_with_its_numbers() -> None:
@@ -176,8 +62,7 @@ def test_stream_that_never_fits_is_refused_for_good() -> None:
     assert refusal.is_permanent
     assert "7 tokens" in refusal.reason
     assert "3 KV pages" in refusal.reason
-    stream.max_len = 6
-    assert manager.ever_fits(stream.opening()) is None
+    assert manager.ever_fits(replace(stream.opening(), max_len=6)) is None
 
 
 @pytest.mark.parametrize("length", range(1, 11))
@@ -200,7 +85,7 @@ def test_pages_without_a_key_go_before_any_with_one() -> None:
     assert manager.usage() == (4, 0, 1)
     other = Stream("c", list(range(9)), [], None)
     opened(manager, other)
-    assert manager.match(Stream("d", [1, 2, 3, 4], [], b"root").opening()) == 3
+    assert Stream("d", [1, 2, 3, 4], [], b"root").match(manager) == 3
 
 
 def test_duplicate_page_is_given_up_for_the_first_one() -> None:
@@ -208,7 +93,9 @@ def test_duplicate_page_is_given_up_for_the_first_one() -> None:
     streams = [Stream(name, [1, 2, 3, 4], [], b"root") for name in "ab"]
     for stream in streams:
         assert opened(manager, stream) == 0
-    assert manager.usage() == (8, 4, 0)
+    # The second one waits for the first, and is made to run all the same.
+    assert manager.is_pending(streams[1].opening(), 0)
+    assert manager.usage() == (8, 2, 0)
     assert run(manager, streams, [4, 4])
     assert manager.usage() == (8, 3, 0)
     (_, [first]), (_, [second]) = (read(manager, name) for name in "ab")
@@ -242,7 +129,7 @@ def test_reset_under_a_running_stream_leaves_it_its_pages_and_shares_none() -> N
     stream.tokens += [7] * 6
     assert run(manager, [stream], [6])
     torch.testing.assert_close(read(manager, "a")[0], stream.contents)
-    assert manager.match(Stream("b", stream.tokens, [], b"root").opening()) == 0
+    assert Stream("b", stream.tokens, [], b"root").match(manager) == 0
     manager.close("a")
     assert manager.usage() == (8, 0, 0)
 
@@ -274,14 +161,14 @@ def test_refused_step_takes_nothing_and_says_what_is_missing() -> None:
 
 def test_pages_of_an_item_are_shared_by_its_digest_not_by_its_ids() -> None:
     manager = manager_of(12, max_num_seqs=8)
-    spans: Spans = [(2, None), (4, b"image"), (3, None)]
+    spans: Spans = [Span(2, None), Span(4, b"image"), Span(3, None)]
     first = Stream("a", [1, 2, 0, 0, 0, 0, 3, 4, 5, 6], spans, b"root")
     opened(manager, first)
     assert run(manager, [first], [10])
     other_ids = [1, 2, 9, 9, 9, 9, 3, 4, 5, 6]
-    assert manager.match(Stream("b", other_ids, spans, b"root").opening()) == 9
-    other: Spans = [(2, None), (4, b"photo"), (3, None)]
-    assert manager.match(Stream("c", first.tokens, other, b"root").opening()) == 0
+    assert Stream("b", other_ids, spans, b"root").match(manager) == 9
+    other: Spans = [Span(2, None), Span(4, b"photo"), Span(3, None)]
+    assert Stream("c", first.tokens, other, b"root").match(manager) == 0
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -298,11 +185,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def open(self, stream: Stream, num_keys: int | None) -> None:
         opening = stream.opening(num_keys)
-        offered = self.manager.match(opening)
-        assert offered is not None
-        assert offered % PAGE_SIZE == 0
+        offered = stream.match(self.manager)
+        assert offered % PAGE_SIZE == 0 or offered in stream.item_ends
         assert offered < len(stream.tokens)
-        known = self.oracle.match(stream.root, stream.slots)
+        known = self.oracle.match(stream.root, stream.slots, stream.item_ends)
         if not self.reuse or stream.root is None:
             assert offered == 0
         else:
@@ -338,7 +224,8 @@ class ManagerMachine(RuleBasedStateMachine):
         spans: Spans = []
         if item is not None and item[0] + item[1] <= len(tokens):
             at, length, digest = item
-            spans = [(at, None), (length, digest), (len(tokens) - at - length, None)]
+            rest = len(tokens) - at - length
+            spans = [Span(at), Span(length, digest), *([Span(rest)] if rest else [])]
         self.number += 1
         self.open(Stream(f"r{self.number}", tokens, spans, root), num_keys)
 
@@ -374,7 +261,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 return
         for stream in chosen:
             if stream.is_sharing:
-                self.oracle.add(stream.root, stream.slots[: stream.stored])
+                self.oracle.add(stream.root, stream.slots[: stream.stored], stream.item_ends)
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
@@ -388,7 +275,32 @@ class ManagerMachine(RuleBasedStateMachine):
             if left and not run(self.manager, [stream], [left]):
                 return
             if stream.is_sharing:
-                self.oracle.add(stream.root, stream.slots[: stream.stored])
+                self.oracle.add(stream.root, stream.slots[: stream.stored], stream.item_ends)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        """Go on behind what others computed, if they did."""
+        stream = data.draw(st.sampled_from(list(self.streams.values())))
+        offered = stream.match(self.manager)
+        if offered > stream.stored:
+            self.manager.skip(stream.opening(), offered)
+            stream.stored = offered
+        self.manager.is_pending(stream.opening(), stream.stored)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        source = data.draw(st.sampled_from(list(self.streams.values())))
+        self.number += 1
+        target = Stream(f"r{self.number}", list(source.tokens), source.spans, source.root)
+        target.num_prompt_tokens = source.num_prompt_tokens
+        before = self.manager.usage()
+        if self.manager.fork(source.request_id, "main", target.opening()) is not None:
+            assert self.manager.usage() == before
+            return
+        target.stored, target.is_sharing = source.stored, source.is_sharing
+        self.streams[target.request_id] = target
 
     @precondition(lambda self: self.streams)
     @rule()

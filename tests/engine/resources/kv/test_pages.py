@@ -15,7 +15,7 @@ from mstar.engine.resources.kv.pages import PagePool
 
 def pool_of(num_pages: int) -> tuple[PagePool, list[int]]:
     evicted: list[int] = []
-    return PagePool(num_pages, evicted.append), evicted
+    return PagePool(num_pages, evicted.extend), evicted
 
 
 def test_pages_are_numbered_from_one_and_handed_out_once() -> None:
@@ -99,10 +99,16 @@ def test_queue_stays_bounded_when_long_prefixes_are_reused_for_ever() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Streams that hold pages, against counts in dictionaries and one list of idle pages."""
 
-    @initialize(num_pages=st.integers(1, 12))
-    def start(self, num_pages: int) -> None:
-        self.pool, self.evicted = pool_of(num_pages)
-        self.num_pages = num_pages
+    @initialize(num_pages=st.integers(1, 12), max_protected=st.integers(0, 6))
+    def start(self, num_pages: int, max_protected: int) -> None:
+        self.now = 100.0
+        self.evicted: list[int] = []
+        self.pool = PagePool(num_pages, self.evicted.extend, max_protected, lambda: self.now)
+        self.num_pages, self.max_protected = num_pages, max_protected
+        self.until: dict[int, float] = {}
+        self.guarded: list[tuple[float, int, int]] = []
+        """Protected pages that nobody holds: until when, order of release, page."""
+        self.num_released = 0
         self.streams: list[list[int]] = []
         self.kept: set[int] = set()
         self.idle: list[int] = []
@@ -114,22 +120,35 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
         held = {page for stream in self.streams for page in stream}
-        num_free = self.num_pages - len(held) - len(self.idle)
+        num_free = self.num_pages - len(held) - len(self.idle) - len(self.guarded)
         before = len(self.evicted)
         pages = self.pool.try_allocate(count)
-        if count > num_free + len(self.idle):
+        if count > num_free + len(self.idle) + len(self.guarded):
             assert pages is None
             assert len(self.evicted) == before
             return
         assert pages is not None
         assert len(set(pages)) == count
         assert not set(pages) & held
-        expected = self.idle[: max(0, count - num_free)]
+        if count > num_free:
+            self.expire()
+        order = self.idle + [page for _, _, page in sorted(self.guarded)]
+        expected = order[: max(0, count - num_free)]
         assert self.evicted[before:] == expected
-        self.idle = self.idle[len(expected) :]
+        self.forget(expected)
         self.kept -= set(expected)
+        self.until = {page: end for page, end in self.until.items() if page not in expected}
         assert set(pages) & set(self.idle) == set()
         self.streams.append(pages)
+
+    def expire(self) -> None:
+        over = sorted(entry for entry in self.guarded if entry[0] <= self.now)
+        self.guarded = [entry for entry in self.guarded if entry not in over]
+        self.idle = [page for _, _, page in over] + self.idle
+
+    def forget(self, pages: list[int]) -> None:
+        self.idle = [page for page in self.idle if page not in pages]
+        self.guarded = [entry for entry in self.guarded if entry[2] not in pages]
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -137,7 +156,16 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.streams) - 1))
         pages = self.streams.pop(index)
         self.pool.release(pages)
-        self.idle += [p for p in reversed(pages) if p in self.kept and not self.count(p)]
+        for page in reversed(pages):
+            if self.count(page):
+                continue
+            if page not in self.kept:
+                self.until.pop(page, None)
+            elif self.until.get(page, 0) > self.now:
+                self.num_released += 1
+                self.guarded.append((self.until[page], self.num_released, page))
+            else:
+                self.idle.append(page)
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -149,16 +177,35 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
-        known = sorted({page for stream in self.streams for page in stream} | set(self.idle))
+        held = {page for stream in self.streams for page in stream}
+        known = sorted(held | set(self.idle) | {page for _, _, page in self.guarded})
         pages = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         self.pool.retain(pages)
-        self.idle = [page for page in self.idle if page not in pages]
+        self.forget(pages)
         self.streams.append(pages)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), seconds=st.sampled_from([2.0, 8.0]))
+    def protect(self, data: st.DataObject, seconds: float) -> None:
+        stream = [p for p in data.draw(st.sampled_from(self.streams)) if p in self.kept]
+        granted = self.pool.protect(stream, seconds)
+        end = self.now + seconds
+        for page in stream[:granted]:
+            self.until[page] = max(self.until.get(page, 0), end)
+        active = sum(until > self.now for until in self.until.values())
+        assert active <= self.max_protected
+        if granted < len(stream):
+            assert active == self.max_protected
+            assert self.until.get(stream[granted], 0) <= self.now
 
     @rule()
     def drop_kept(self) -> None:
-        assert self.pool.drop_kept() == len(self.idle)
-        self.idle, self.kept = [], set()
+        assert self.pool.drop_kept() == len(self.idle) + len(self.guarded)
+        self.idle, self.kept, self.until, self.guarded = [], set(), {}, []
 
     @invariant()
     def books_agree(self) -> None:
@@ -168,9 +215,9 @@ class PoolMachine(RuleBasedStateMachine):
         pool.check()
         held = {page for stream in self.streams for page in stream}
         assert pool.num_held == len(held)
-        assert pool.num_retained == len(self.idle)
+        assert pool.num_retained == len(self.idle) + len(self.guarded)
         assert all(pool.ref_count(page) == self.count(page) for page in held)
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

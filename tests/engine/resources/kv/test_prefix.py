@@ -3,7 +3,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mstar.engine.resources.kv.keys import chain
-from mstar.engine.resources.kv.prefix import PrefixIndex
+from mstar.engine.resources.kv.prefix import Cut, Names, PrefixIndex
 
 KEYS = chain([[n] for n in range(6)])
 
@@ -24,9 +24,37 @@ def test_page_cannot_go_before_those_that_build_on_it() -> None:
     index.add(KEYS[1], 8, 7)
     with pytest.raises(AssertionError, match="page 7 goes before 1 pages"):
         index.remove(7)
-    assert index.remove(8) == KEYS[1]
-    assert index.remove(7) == KEYS[0]
+    assert index.remove(8) == Names(KEYS[1], ())
+    assert index.remove(7) == Names(KEYS[0], ())
     assert len(index) == 0
+
+
+def test_page_known_by_its_cuts_only_keeps_its_parent() -> None:
+    index = PrefixIndex()
+    index.add(KEYS[0], 7, None)
+    index.add_end(b"short", 8, 2, 7)
+    index.add_end(b"long", 8, 3, 7)
+    assert (index.cut(b"long"), index.cut(b"short")) == (Cut(8, 3), Cut(8, 2))
+    assert index.match(KEYS) == [7]
+    with pytest.raises(AssertionError, match="page 7 goes before 1 pages"):
+        index.remove(7)
+    index.add(KEYS[1], 8, 7)
+    assert index.remove(8) == Names(KEYS[1], ((b"short", 2), (b"long", 3)))
+    assert index.cut(b"long") is None
+    index.check()
+
+
+def test_cut_of_two_pages_outlives_either() -> None:
+    index = PrefixIndex()
+    for page in (3, 4):
+        index.add_end(b"cut", page, 1, None)
+        index.add_end(b"cut", page, 1, None)
+    assert index.cut(b"cut") == Cut(3, 1)
+    index.remove(3)
+    assert index.cut(b"cut") == Cut(4, 1)
+    index.remove(4)
+    assert index.cut(b"cut") is None
+    index.check()
 
 
 def test_key_or_page_is_indexed_once() -> None:
@@ -45,6 +73,9 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.pages: dict[tuple[int, ...], int] = {}
+        self.ends: dict[int, list[tuple[bytes, int]]] = {}
+        self.loose: dict[int, tuple[int, ...]] = {}
+        """Pages that have cuts only, and what stands before them."""
         self.next_page = 1
 
     def keys(self, tokens: tuple[int, ...]) -> list[bytes]:
@@ -62,9 +93,33 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(data=st.data())
     def remove_leaf(self, data: st.DataObject) -> None:
-        parents = {tokens[:-1] for tokens in self.pages}
-        leaf = data.draw(st.sampled_from(sorted(set(self.pages) - parents)))
-        assert self.index.remove(self.pages.pop(leaf)) == self.keys(leaf)[-1]
+        parents = {tokens[:-1] for tokens in self.pages} | set(self.loose.values())
+        leaves = sorted(set(self.pages) - parents)
+        is_loose = bool(self.loose) and data.draw(st.booleans())
+        if not leaves or is_loose:
+            page = data.draw(st.sampled_from(sorted(self.loose)))
+            del self.loose[page]
+            assert self.index.remove(page) == Names(None, tuple(self.ends.pop(page)))
+            return
+        leaf = data.draw(st.sampled_from(leaves))
+        page = self.pages.pop(leaf)
+        names = Names(self.keys(leaf)[-1], tuple(self.ends.pop(page, ())))
+        assert self.index.remove(page) == names
+
+    @rule(data=st.data(), name=st.sampled_from([b"x", b"y"]), end=st.integers(1, 2))
+    def add_end(self, data: st.DataObject, name: bytes, end: int) -> None:
+        before = data.draw(st.sampled_from([(), *sorted(self.pages)]))
+        of_its_own = [t for t in self.pages if t[:-1] == before]
+        is_own: bool = data.draw(st.booleans())
+        if of_its_own and is_own:
+            page = self.pages[of_its_own[0]]
+        else:
+            page, self.next_page = self.next_page, self.next_page + 1
+            self.loose[page] = before
+        key = repr((name, before, end)).encode()
+        self.index.add_end(key, page, end, self.pages.get(before))
+        if (key, end) not in self.ends.setdefault(page, []):
+            self.ends[page].append((key, end))
 
     @rule(tokens=st.lists(st.integers(0, 2), max_size=6).map(tuple))
     def match(self, tokens: tuple[int, ...]) -> None:
@@ -75,13 +130,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.index.clear() == len(self.pages)
-        self.pages.clear()
+        assert self.index.clear() == len(self.pages) + len(self.loose)
+        for known in (self.pages, self.ends, self.loose):
+            known.clear()
 
     @invariant()
     def both_directions_agree(self) -> None:
         self.index.check()
-        assert len(self.index) == len(self.pages)
+        assert len(self.index) == len(self.pages) + len(self.loose)
+        cuts: dict[bytes, set[Cut]] = {}
+        for page, ends in self.ends.items():
+            for key, end in ends:
+                cuts.setdefault(key, set()).add(Cut(page, end))
+        for key, known in cuts.items():
+            assert self.index.cut(key) in known
         for tokens, page in self.pages.items():
             key = self.keys(tokens)[-1]
             assert (self.index.get(key), self.index.key(page)) == (page, key)

@@ -1,4 +1,5 @@
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mstar.engine.resources.position.config import (
     RopeParams,
 )
 from mstar.engine.resources.position.manager import PositionManager
+from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import ResourceStep, Segment
 from mstar.errors import ConfigError, ContextLengthError, RequestError, UnsupportedError
 
@@ -39,9 +41,7 @@ def manager(max_num_seqs: int = 4, **config: Any) -> PositionManager:
     return PositionManager.build(spec, deployment, {})
 
 
-def opening(
-    request_id: str, label: str = "main", spans: Sequence[tuple[int, bytes | None]] = ()
-) -> Opening:
+def opening(request_id: str, label: str = "main", spans: Sequence[Span] = ()) -> Opening:
     return Opening(
         request_id=request_id,
         label=label,
@@ -201,18 +201,18 @@ def test_published_counters_of_alternating_text_and_images(
 def test_fork_takes_the_counter_along_and_parts_ways() -> None:
     made = opened(("a", "main"))
     run(made, segments(("a", "main", 5)))
-    made.fork("a", "main", "text")
-    made.fork("a", "main", "main", "b")
+    made.fork("a", "main", opening("a", "text"))
+    made.fork("a", "main", opening("b"))
     run(made, segments(("a", "main", 1)))
     made.check()
     assert [made.counter("a"), made.counter("a", "text"), made.counter("b")] == [6, 5, 5]
-    made.fork("a", "main", "text")
+    made.fork("a", "main", opening("a", "text"))
     assert made.counter("a", "text") == 6
     made.close("a")
     made.check()
     assert made.counter("b") == 5
     with pytest.raises(KeyError):
-        made.fork("a", "main", "image")
+        made.fork("a", "main", opening("a", "image"))
 
 
 def test_a_counter_may_be_set_backwards_but_not_below_zero() -> None:
@@ -223,17 +223,85 @@ def test_a_counter_may_be_set_backwards_but_not_below_zero() -> None:
         made.set_counter("a", "main", -1)
 
 
-def test_block_and_items_refuse_reuse_where_slots_do_not_tell_positions() -> None:
+ITEM = bytes(32)
+
+
+def test_blocks_without_a_layout_are_never_reused() -> None:
     made = manager()
-    assert made.match(opening("a")) is None
-    assert made.match(opening("a", spans=((8, None),))) is None
-    assert made.match(opening("a", spans=((3, None), (4, b"image"), (1, None)))) == 3
+    assert made.match(opening("a"), 7) == 7
     blocks = manager(scheme=PosScheme.BLOCK)
-    assert blocks.match(opening("a")) == 0
-    with pytest.raises(ConfigError, match="'block' allow 0"):
+    assert blocks.match(opening("a"), 7) == 0
+    assert blocks.match(opening("a", spans=(Span(8),)), 7) == 7
+    with pytest.raises(ConfigError, match="'block' allow none without a layout"):
         blocks.open(opening("a"), 16)
     blocks.check()
     assert blocks.open(opening("a"), 0) is None
+
+
+SPANS = (Span(2), Span(4, ITEM, advance=9), Span(3), Span(2, ITEM), Span(1))
+EXPECTED = {
+    # Two ids, an item that moves the counter by 9, three ids, an item of two slots, one id.
+    PosScheme.SEQUENTIAL: [0, 1, 2, 3, 4, 5, 11, 12, 13, 14, 15, 16, 17, 18],
+    # One position for each run; the first item moves by its own 9, the others by 2.
+    PosScheme.BLOCK: [0, 0, 2, 2, 2, 2, 11, 11, 11, 13, 13, 15, 17, 19],
+}
+
+
+@pytest.mark.parametrize("scheme", PosScheme)
+@pytest.mark.parametrize("reused", range(12))
+@pytest.mark.parametrize("chunk", [1, 2, 3, 12])
+def test_layout_decides_positions_wherever_a_stream_begins_and_is_cut(
+    scheme: PosScheme, reused: int, chunk: int
+) -> None:
+    made = manager(scheme=scheme, block_step=2)
+    stream = Opening(request_id="a", tokens=[1] * 12, num_prompt_tokens=12, max_len=99, spans=SPANS)
+    assert made.open(stream, reused) is None
+    found = []
+    for start in range(reused, 12, chunk):
+        found += run(made, segments(("a", "main", min(chunk, 12 - start))))
+    for _ in range(2):
+        found += run(made, segments(("a", "main", 1)))
+    assert found == EXPECTED[scheme][reused:]
+
+
+@pytest.mark.parametrize("scheme", PosScheme)
+def test_several_segments_of_a_stream_in_one_step_follow_its_layout(scheme: PosScheme) -> None:
+    made = manager(scheme=scheme, block_step=2)
+    stream = Opening(request_id="a", tokens=[1] * 12, num_prompt_tokens=12, max_len=99, spans=SPANS)
+    made.open(stream, 0)
+    parts = (2, 4, 3, 1)
+    assert run(made, segments(*(("a", "main", n) for n in parts))) == EXPECTED[scheme][:10]
+    assert run(made, segments(("a", "main", 2))) == EXPECTED[scheme][10:12]
+
+
+def test_stream_that_skips_ahead_stands_where_its_layout_says() -> None:
+    made = manager()
+    stream = Opening(request_id="a", tokens=[1] * 12, num_prompt_tokens=12, max_len=99, spans=SPANS)
+    made.open(stream, 0)
+    run(made, segments(("a", "main", 1)))
+    made.skip(stream, 7)
+    assert run(made, segments(("a", "main", 3))) == EXPECTED[PosScheme.SEQUENTIAL][7:10]
+
+
+def test_what_a_step_says_otherwise_than_the_layout_is_out_of_reuse() -> None:
+    made = manager()
+    streams = {
+        name: Opening(
+            request_id=name, tokens=[1] * 12, num_prompt_tokens=12, max_len=99, spans=SPANS
+        )
+        for name in "abcd"
+    }
+    for stream in streams.values():
+        made.open(stream, 0)
+    one = torch.arange(6)
+    as_laid_out = PositionStep(advance=(11,))
+    run(made, segments(("a", "main", 6)), as_laid_out)
+    run(made, segments(("b", "main", 6)), PositionStep(advance=(7,)))
+    # Other ids inside an item are the item's own affair; other ids of tokens are not.
+    run(made, segments(("c", "main", 6)), PositionStep(pos_ids=one + (one > 1)))
+    run(made, segments(("d", "main", 6)), PositionStep(pos_ids=one + (one == 1)))
+    until = {name: stream.naming.until for name, stream in streams.items()}
+    assert until == {"a": sys.maxsize, "b": 6, "c": sys.maxsize, "d": 1}
 
 
 @pytest.mark.parametrize(
@@ -374,7 +442,7 @@ class Counters(RuleBasedStateMachine):
     @rule(data=st.data(), request=st.sampled_from("abcd"), label=st.sampled_from(["main", "x"]))
     def fork(self, data: st.DataObject, request: str, label: str) -> None:
         source, own = data.draw(st.sampled_from(sorted(self.model)))
-        self.made.fork(source, own, label, request)
+        self.made.fork(source, own, opening(request, label))
         self.model[request, label] = self.model[source, own]
 
     @precondition(lambda self: self.model)

@@ -1,0 +1,159 @@
+"""How many KV pages a GPU has room for: what is left beside weights and the largest steps."""
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from mstar.engine.output import RequestOutput
+from mstar.engine.request import PreparedRequest
+from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.kv.config import KVSpec
+from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAX_PAGES = 1 << 20
+"""Of a small model a GPU holds more than is worth the bookkeeping."""
+_LARGEST = SamplingParams(
+    max_tokens=1, top_p=0.9, top_k=1000, presence_penalty=1.0, seed=0, logprobs=20
+)
+"""Needs all of sampling's memory."""
+
+
+class Engine(Protocol):
+    """What runs the trial."""
+
+    deployment: Deployment
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+
+    def add_request(self, prepared: PreparedRequest) -> None:
+        """Queue a request."""
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Run one batch."""
+
+
+def is_open(deployment: Deployment) -> bool:
+    """Tell whether the KV pages of a deployment are to be fitted to its GPU."""
+    is_given = deployment.num_pages is not None or deployment.kv_cache_bytes is not None
+    return deployment.device.startswith("cuda") and not is_given
+
+
+def fit(
+    deployment: Deployment,
+    specs: Sequence[NodeResourceSpec],
+    start: Callable[[Deployment], Engine],
+    measure: Callable[[], tuple[int, int]] | None = None,
+) -> Deployment:
+    """Return the deployment with as many KV pages as its GPU has room for.
+
+    An engine with just enough pages is started for a trial, runs the largest steps, and is taken
+    down again. What the device has in use then, the trial's pages left out, is kept free for them.
+
+    Args:
+        deployment: With ``max_model_len`` given; its CUDA device has the model's weights already.
+        specs: What the model declares.
+        start: Starts an engine.
+        measure: Returns free and all memory of the device, in bytes.
+
+    Raises:
+        ConfigError: If the share of memory is no share, or leaves no room for pages.
+    """
+    share = deployment.gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization is {share}; it must lie above 0 and at most at 1"
+        )
+    itemsize = getattr(torch, deployment.dtype).itemsize
+    page_nbytes = sum(
+        spec.config.page_nbytes(deployment.page_size, itemsize)
+        for spec in specs
+        if isinstance(spec, KVSpec)
+    )
+    if not page_nbytes:
+        return deployment
+    device = torch.device(deployment.device)
+    if measure is None:
+        measure = _cuda_memory(device)
+    in_use, total = _try_out(deployment, page_nbytes, start, measure)
+    num_pages = (int(total * share) - in_use) // page_nbytes - 1
+    if num_pages < 1:
+        raise ConfigError(
+            f"{device} has {_gb(total)}, of which {share:.0%} may be used; weights, libraries and "
+            f"the largest step take {_gb(in_use)}, and a KV page {_gb(page_nbytes)}: there is no "
+            "room for pages; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            "max_num_seqs, or take a smaller model"
+        )
+    num_pages = min(num_pages, _MAX_PAGES)
+    logger.info(
+        "%s of %s are in use beside the KV cache, which gets %s: %d pages of %d tokens",
+        _gb(in_use),
+        _gb(total),
+        _gb(num_pages * page_nbytes),
+        num_pages,
+        deployment.page_size,
+    )
+    return replace(deployment, num_pages=num_pages)
+
+
+def _try_out(
+    deployment: Deployment,
+    page_nbytes: int,
+    start: Callable[[Deployment], Engine],
+    measure: Callable[[], tuple[int, int]],
+) -> tuple[int, int]:
+    """Return what is in use beside KV pages after the largest steps, and the total, in bytes."""
+    budget = deployment.max_num_batched_tokens
+    # Each prompt ends on a page of its own, and its answer may need one more.
+    num_pages = budget // deployment.page_size + 2 * deployment.max_num_seqs
+    longest = min(deployment.max_model_len, num_pages * deployment.page_size)
+    engine = start(
+        replace(deployment, num_pages=num_pages, max_model_len=longest, cuda_graphs=False)
+    )
+    num_seqs = min(deployment.max_num_seqs, budget)
+    for length in (longest - 1, max(min(budget // num_seqs, longest - 1), 1)):
+        count = max(min(budget // length, num_seqs), 1)
+        for place in range(count):
+            engine.add_request(
+                PreparedRequest(
+                    request_id=f"{length}.{place}", token_ids=[0] * length, params=_LARGEST
+                )
+            )
+        while engine.has_work:
+            failures = [output.error for output in engine.step() if output.error is not None]
+            if failures:
+                raise ConfigError(
+                    f"the largest step does not run on {deployment.device} "
+                    f"({failures[0].message:.300}); if memory is short, lower "
+                    "max_num_batched_tokens or max_num_seqs"
+                )
+    free, total = measure()
+    del engine
+    if deployment.device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()
+    return total - free - (num_pages + 1) * page_nbytes, total
+
+
+def _cuda_memory(device: torch.device) -> Callable[[], tuple[int, int]]:
+    """Return what measures, with nothing cached that loading the weights left behind."""
+    torch.cuda.empty_cache()
+
+    def measure() -> tuple[int, int]:
+        torch.cuda.synchronize(device)
+        return torch.cuda.mem_get_info(device)
+
+    return measure
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

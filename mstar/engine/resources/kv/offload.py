@@ -1,0 +1,169 @@
+"""Offload: evicted pages go to slower tiers, and come back into the pool when a stream asks."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.kv.cache import PagedKVCache
+from mstar.engine.resources.kv.pages import PagePool
+from mstar.engine.resources.kv.prefix import Names, PrefixIndex
+from mstar.engine.resources.kv.stream import StreamKeys
+from mstar.engine.resources.kv.tiers.base import Name, Tier
+from mstar.engine.resources.kv.tiers.disk import DiskTier
+from mstar.engine.resources.kv.tiers.host import HostTier
+from mstar.engine.resources.kv.tiers.stack import TierStack
+from mstar.errors import ConfigError
+
+
+def open_tiers(
+    deployment: Deployment, resource_key: str, root: bytes, page_nbytes: int
+) -> list[Tier]:
+    """Return the tiers that a deployment has, the fastest first.
+
+    Args:
+        deployment: Sizes and folder.
+        resource_key: Of the cache, which has a folder of its own.
+        root: Names the deployment's content.
+        page_nbytes: Bytes of one page.
+
+    Raises:
+        ConfigError: If the folder cannot be used, or a tier holds not one page.
+    """
+    tiers: list[Tier] = []
+    if deployment.host_cache_bytes:
+        is_pinned = deployment.device.startswith("cuda")
+        tiers.append(HostTier(deployment.host_cache_bytes, page_nbytes, pin_memory=is_pinned))
+    if deployment.disk_cache_bytes:
+        if deployment.disk_cache_dir is None:
+            raise ConfigError(
+                f"{deployment.disk_cache_bytes} bytes of disk are asked for and no folder; give "
+                "disk_cache_dir"
+            )
+        folder = Path(deployment.disk_cache_dir) / resource_key
+        tiers.append(DiskTier(folder, root, deployment.disk_cache_bytes, page_nbytes))
+    return tiers
+
+
+Restored = Callable[[bytes, StreamKeys, int], object]
+"""Told of a full page that came back: its key, the stream's keys, and its place there."""
+
+
+class Offload:
+    """Moves pages between the pool and the tiers beneath it.
+
+    Args:
+        tiers: Where evicted pages go.
+        cache: Memory of the pool's pages.
+        pool: Gives the pages that restored ones are put into.
+        index: Learns of what came back.
+        on_restored: Told of every full page that came back; ``None``: nobody asks.
+    """
+
+    def __init__(
+        self,
+        tiers: TierStack,
+        cache: PagedKVCache,
+        pool: PagePool,
+        index: PrefixIndex,
+        on_restored: Restored | None = None,
+    ) -> None:
+        self.tiers = tiers
+        self._cache = cache
+        self._pool = pool
+        self._index = index
+        self._on_restored = on_restored
+        self._page_size = cache.layout.page_size
+        self.origin: dict[int, str] = {}
+        """Medium of pages that came back and were not used since."""
+
+    def keep(self, page: int, names: Names) -> None:
+        """Hand an evicted page to the tiers."""
+        self.origin.pop(page, None)
+        named = [Name(key, end) for key, end in names.ends]
+        if names.key is not None:
+            named.insert(0, Name(names.key, self._page_size))
+        self.tiers.put(named, self._cache.read_page(page))
+
+    def restore(self, keys: StreamKeys, limit: int) -> None:
+        """Bring back what a stream can reuse of its first ``limit`` slots.
+
+        Stops at the first page that is not there or not sound; what it would need beyond the pool
+        stays where it is.
+        """
+        names = keys.first(limit // self._page_size)
+        pages = self._index.match(names)
+        self._pool.retain(pages)
+        while len(pages) < len(names) and self._load_page(keys, pages):
+            pass
+        if not self._has_cut(keys, len(pages), limit):
+            self._load_cut(keys, pages, limit)
+        self._pool.release(pages)
+
+    def _load_page(self, keys: StreamKeys, pages: list[int]) -> bool:
+        number = len(pages)
+        page = self._load(keys.key(number), self._page_size)
+        if page is None:
+            return False
+        self._index.add(keys.key(number), page, pages[-1] if pages else None)
+        pages.append(page)
+        if self._on_restored is not None:
+            self._on_restored(keys.key(number), keys, number)
+        return True
+
+    def _has_cut(self, keys: StreamKeys, number: int, limit: int) -> bool:
+        ends = self._ends(keys, number, limit)
+        return bool(ends) and self._index.cut(keys.end_key(number, ends[0])) is not None
+
+    def _load_cut(self, keys: StreamKeys, pages: list[int], limit: int) -> None:
+        number = len(pages)
+        for end in self._ends(keys, number, limit):
+            name = keys.end_key(number, end)
+            if self._index.cut(name) is not None:
+                return
+            page = self._load(name, end)
+            if page is not None:
+                self._index.add_end(name, page, end, pages[-1] if pages else None)
+                pages.append(page)
+                return
+
+    def _ends(self, keys: StreamKeys, number: int, limit: int) -> Sequence[int]:
+        """Return where items end on a page within the limit, the last first."""
+        room = limit - number * self._page_size
+        return [end for end in reversed(keys.ends(number)) if end <= room]
+
+    def _load(self, key: bytes, num_slots: int) -> int | None:
+        """Return a held page with the content of ``key``, kept for reuse."""
+        if self.tiers.find(key) is None:
+            return None
+        taken = self._pool.try_allocate(1)
+        if taken is None:
+            return None
+        # Making room may have pushed the page out of the slowest tier.
+        stored = self.tiers.get(key)
+        if stored is None or stored.num_slots != num_slots:
+            self._pool.release(taken)
+            return None
+        (page,) = taken
+        self._cache.write_page(page, stored.image)
+        self._pool.keep(page)
+        self.origin[page] = stored.medium
+        return page
+
+    def clear(self) -> int:
+        """Empty all tiers; returns how many pages went."""
+        self.origin.clear()
+        return self.tiers.clear()
+
+    def flush(self, timeout: float) -> None:
+        """Hand all that is indexed to the tiers and end their work.
+
+        Args:
+            timeout: For the slow ones, in seconds.
+        """
+        deadline = time.monotonic() + timeout
+        for page, names in self._index.items():
+            if not self.tiers.wait_room(deadline - time.monotonic()):
+                break
+            self.keep(page, names)
+        self.tiers.close(timeout=max(0.0, deadline - time.monotonic()))
