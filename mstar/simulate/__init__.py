@@ -1,0 +1,1 @@
+"""Replays request traces through the cache's production code, without a model."""
