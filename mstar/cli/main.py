@@ -1,25 +1,25 @@
-"""The command line: `mstar serve | generate | chat | env`.
+"""Commands that run models: `mstar serve | generate | chat | env`.
 
 What a command needs is imported when it runs, so that help and mistakes answer at once.
 """
 
 import argparse
-import importlib.util
 import io
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from mstar.errors import MstarError
+from mstar.cli import cache, environment, kv_events
+from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, sampling_defaults, talk
+from mstar.cli.parser import Parser
+from mstar.errors import MstarError, RequestError
 from mstar.version import __version__
 
 if TYPE_CHECKING:
     from mstar.engine.resources.sampler.config import SamplingParams
-    from mstar.library import Engine
+    from mstar.library import Completion, Engine
     from mstar.server.config import EngineOptions
 
 # Exit status of a user's mistake, as argparse has it.
@@ -35,11 +35,6 @@ _SAMPLING_FLAGS = (
     "presence_penalty",
     "frequency_penalty",
 )
-_ENV_PREFIX = "MSTAR_"
-_KNOWN_ENV = {
-    "MSTAR_API_KEY": "key that `mstar serve` demands, as --api-key",
-    "MSTAR_CACHE": "where joined models, digests and converted tokenizers are kept",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,24 +99,8 @@ def _at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that takes ``_`` for ``-`` in flags."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, with flags spelt as they are declared."""
-        given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args([_dashes(arg) for arg in given], namespace)
-
-
-def _dashes(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="mstar",
         description="Serve and run models, computing what requests have in common only once.",
         allow_abbrev=False,
@@ -129,8 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mstar {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> _Parser:
-        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, rest: str | None = None
+    ) -> Parser:
+        added = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False, rest=rest
+        )
         added.set_defaults(run=run)
         return added
 
@@ -139,10 +122,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_http(serve)
     _add_deployment(serve)
 
-    generate = command("generate", _generate, "Answer prompts and end; no server is started.")
+    generate = command(
+        "generate", _generate, "Answer prompts and end; no server is started.", rest="prompts"
+    )
     _add_model(generate)
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what is to be continued")
     generate.add_argument(
-        "-p", "--prompt", action="append", required=True, help="a prompt; give it again for more"
+        "-p",
+        "--prompt",
+        action="append",
+        dest="more_prompts",
+        default=[],
+        help="the same, also for a prompt that begins with - (as --prompt='-1 is')",
     )
     generate.add_argument(
         "--chat", action="store_true", help="put each prompt into the model's chat template"
@@ -153,10 +144,12 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", _chat, "Talk to a model in the terminal.")
     _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
-    _add_sampling(chat, max_tokens=None)
+    _add_sampling(chat, max_tokens=MAX_TOKENS, temperature=f"the checkpoint's, or {TEMPERATURE}")
     _add_deployment(chat)
 
-    command("env", _env, "Show versions, hardware, settings and models that are here.")
+    cache.add_command(commands)
+    kv_events.add_command(commands)
+    command("env", environment.show, "Show versions, hardware, kernels, settings and models.")
     return parser
 
 
@@ -231,7 +224,11 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", default="cpu", help="where the model runs (default: %(default)s)")
     add("--seed", type=int, help="seed of everything that has no seed of its own")
-    add("--attention-backend", metavar="NAME", help="eager, sdpa or flashinfer (default: best)")
+    add(
+        "--attention-backend",
+        metavar="NAME",
+        help="eager, sdpa, paged or flashinfer (default: best)",
+    )
     group = parser.add_argument_group("limits and KV cache")
     add = group.add_argument
     add(
@@ -253,11 +250,18 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-cache-memory", type=parse_size, metavar="SIZE", help="memory of the KV cache: 2GiB")
     add(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="share of a GPU's memory to use, the KV cache taking what is left (default: 0.9)",
+    )
+    add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="reuse what earlier requests computed",
     )
+    _add_reuse(parser)
     add(
         "--log-level",
         default="info",
@@ -266,7 +270,38 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+def _add_reuse(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("reuse beyond the KV cache")
+    add = group.add_argument
+    add(
+        "--host-cache-memory",
+        type=parse_size,
+        default=0,
+        metavar="SIZE",
+        help="host memory for pages that the KV cache evicts: 4GiB (default: none)",
+    )
+    add(
+        "--disk-cache-space",
+        type=parse_size,
+        default=0,
+        metavar="SIZE",
+        help="disk space for them; it outlives the server (default: none)",
+    )
+    add("--disk-cache-dir", metavar="DIR", help="where (default: kv in the folder $MSTAR_CACHE)")
+    add(
+        "--retention-share",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of the KV cache that requests may protect from eviction (default: %(default)s)",
+    )
+    add("--kv-events-endpoint", metavar="ADDRESS", help="publish KV events: tcp://127.0.0.1:5557")
+    add("--kv-events-replay-endpoint", metavar="ADDRESS", help="answer requests to replay them")
+    add("--kv-events-topic", default="", metavar="TOPIC", help="topic of the events")
+    add("--debug-checks", action="store_true", help="verify all books whenever nothing runs")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int, temperature: str = "1") -> None:
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add(
@@ -275,9 +310,14 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> No
         type=_at_least(1),
         default=max_tokens,
         metavar="N",
-        help=f"tokens to generate at most (default: {max_tokens or 'what the context leaves'})",
+        help="tokens to generate at most (default: %(default)s)",
     )
-    add("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default: 1)")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"0 takes the likeliest token (default: {temperature})",
+    )
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this probability")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the first")
@@ -289,14 +329,16 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> No
     add("--ignore-eos", action="store_true", help="go on past the model's own end")
 
 
-def _sampling(arguments: argparse.Namespace) -> "SamplingParams":
+def _sampling(
+    arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+) -> "SamplingParams":
     from mstar.engine.resources.sampler.config import SamplingParams  # noqa: PLC0415
 
     given = {
         name: value for name in _SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None
     }
     return SamplingParams(
-        **given,
+        **{**(defaults or {}), **given},
         seed=arguments.sampling_seed,
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
@@ -314,10 +356,19 @@ def _engine_options(arguments: argparse.Namespace) -> "EngineOptions":
         page_size=arguments.block_size,
         num_pages=arguments.num_pages,
         kv_cache_bytes=arguments.kv_cache_memory,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         enable_prefix_caching=arguments.enable_prefix_caching,
         attention_backend=arguments.attention_backend,
+        host_cache_bytes=arguments.host_cache_memory,
+        disk_cache_bytes=arguments.disk_cache_space,
+        disk_cache_dir=arguments.disk_cache_dir,
+        retention_share=arguments.retention_share,
+        kv_events_endpoint=arguments.kv_events_endpoint,
+        kv_events_replay_endpoint=arguments.kv_events_replay_endpoint,
+        kv_events_topic=arguments.kv_events_topic,
+        debug_checks=arguments.debug_checks,
         seed=arguments.seed,
         log_level=arguments.log_level,
     )
@@ -333,7 +384,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     api_key = arguments.api_key
     if api_key is None:
         api_key = os.environ.get("MSTAR_API_KEY")
-    _warn_about_environment()
+    environment.warn_about_unknown_variables()
     return serve(
         ServerConfig(
             engine=_engine_options(arguments),
@@ -380,18 +431,21 @@ def _load(arguments: argparse.Namespace) -> "Engine":
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    prompts = arguments.prompts + arguments.more_prompts
     params = _sampling(arguments)
-    engine = _load(arguments)
-    started = time.monotonic()
-    if arguments.chat:
-        answers = [
-            engine.chat([{"role": "user", "content": prompt}], params)
-            for prompt in arguments.prompt
-        ]
-    else:
-        answers = engine.generate(list(arguments.prompt), params)
-    seconds = time.monotonic() - started
-    for prompt, answer in zip(arguments.prompt, answers, strict=True):
+    _check_prompts(prompts, params, arguments)
+    with _load(arguments) as engine:
+        started = time.monotonic()
+        if arguments.chat:
+            answers = [engine.chat(_as_chat(prompt), params) for prompt in prompts]
+        else:
+            answers = engine.generate(prompts, params)
+        _print_answers(prompts, answers, time.monotonic() - started)
+    return 0
+
+
+def _print_answers(prompts: Sequence[str], answers: "Sequence[Completion]", seconds: float) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
         if len(answers) > 1:
             print(f"--- {prompt}")
         print(answer.text)
@@ -403,126 +457,39 @@ def _generate(arguments: argparse.Namespace) -> int:
         f"{num_tokens / max(seconds, 1e-9):.1f} tokens/s",
         file=sys.stderr,
     )
-    return 0
+
+
+def _as_chat(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _check_prompts(
+    prompts: Sequence[str], params: "SamplingParams", arguments: argparse.Namespace
+) -> None:
+    """Refuse prompts that the engine would refuse, before the weights are loaded for them.
+
+    Raises:
+        RequestError: If there is none, or one is empty, or longer than ``--max-model-len`` allows.
+    """
+    if not prompts:
+        raise RequestError("there is no prompt; write one behind the model's name")
+    if "" not in prompts and arguments.max_model_len is None:
+        return
+    from mstar.models.locate import resolve  # noqa: PLC0415
+    from mstar.preprocess.prompt import PromptPreparer, PromptRequest  # noqa: PLC0415
+    from mstar.preprocess.tokenizer import TextTokenizer  # noqa: PLC0415
+
+    tokenizer = TextTokenizer.load(resolve(arguments.model))
+    preparer = PromptPreparer(
+        tokenizer, arguments.max_model_len or sys.maxsize, 1, None, tokenizer.vocab_size
+    )
+    for prompt in prompts:
+        content: Any = {"messages": _as_chat(prompt)} if arguments.chat else {"text": prompt}
+        preparer.prepare(PromptRequest(request_id="", params=params, **content))
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    params = _sampling(arguments)
-    engine = _load(arguments)
-    print("Type a message; /reset forgets the talk, /exit ends it.", file=sys.stderr)
-    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(opening)
-    while True:
-        try:
-            text = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return 0
-        if text in ("/exit", "/quit"):
-            return 0
-        if text == "/reset":
-            messages = list(opening)
-            continue
-        if text:
-            messages.append({"role": "user", "content": text})
-            try:
-                answer = _talk(engine, messages, params)
-            except MstarError as error:
-                hint = " (/reset forgets the talk)" if len(messages) > len(opening) + 1 else ""
-                print(f"mstar: {error}{hint}", file=sys.stderr)
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
-
-
-def _talk(engine: "Engine", messages: list[dict[str, str]], params: "SamplingParams") -> str:
-    """Print an answer as it comes and return it; Ctrl-C ends it early."""
-    pieces: list[str] = []
-    started = time.monotonic()
-    first: float | None = None
-    with engine.stream(messages=messages, params=params) as stream:
-        try:
-            for text in stream:
-                first = first or time.monotonic()
-                pieces.append(text)
-                print(text, end="", flush=True)
-        except KeyboardInterrupt:
-            print(" (interrupted)")
-            return "".join(pieces)
-        print()
-        answer = stream.completion
-        wait = 1000 * ((first or time.monotonic()) - started)
-        print(
-            f"[{answer.num_prompt_tokens} tokens in, {answer.num_cached_tokens} cached, "
-            f"{len(answer.token_ids)} out; first after {wait:.0f} ms]",
-            file=sys.stderr,
-        )
-    return "".join(pieces)
-
-
-def _env(_: argparse.Namespace) -> int:
-    rows: list[tuple[str, str]] = [
-        ("mstar", __version__),
-        ("python", f"{platform.python_version()} ({sys.executable})"),
-        ("system", f"{platform.platform()}, {os.cpu_count()} CPUs"),
-    ]
-    for name in ("torch", "transformers", "tokenizers", "numpy", "pyzmq", "msgspec", "fastapi"):
-        rows.append((name, _version(name)))
-    rows.extend(_torch_rows())
-    rows.extend(_model_rows())
-    for name, text in _KNOWN_ENV.items():
-        value = os.environ.get(name)
-        shown = "not set" if value is None else "***" if "KEY" in name else value
-        rows.append((name, f"{shown} ({text})"))
-    for name in _unknown_environment(os.environ):
-        rows.append((name, "set, but unknown to mstar"))
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-    return 0
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _torch_rows() -> list[tuple[str, str]]:
-    if importlib.util.find_spec("torch") is None:
-        return []
-    import torch  # noqa: PLC0415
-
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [
-        ("torch threads", str(torch.get_num_threads())),
-        ("GPUs", ", ".join(devices) or "none"),
-    ]
-
-
-def _model_rows() -> list[tuple[str, str]]:
-    from mstar.models.locate import BUILTINS, resolve  # noqa: PLC0415
-
-    rows = []
-    for name, builtin in BUILTINS.items():
-        is_here = all(importlib.util.find_spec(module) for module, _ in builtin.parts)
-        where = "not installed; pip install 'mstar-engine[demo]'"
-        if is_here:
-            where = str(resolve(name)) if len(builtin.parts) == 1 else "installed"
-        rows.append((f"model {name}", where))
-    return rows
-
-
-def _unknown_environment(environment: Mapping[str, str]) -> list[str]:
-    return sorted(
-        name for name in environment if name.startswith(_ENV_PREFIX) and name not in _KNOWN_ENV
-    )
-
-
-def _warn_about_environment() -> None:
-    for name in _unknown_environment(os.environ):
-        print(f"mstar: the environment variable {name} is unknown and ignored", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    _sampling(arguments)
+    params = _sampling(arguments, sampling_defaults(arguments.model))
+    with _load(arguments) as engine:
+        return talk(engine, params, arguments.system)

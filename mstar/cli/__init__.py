@@ -1,0 +1,8 @@
+"""The command line; each module has one family of commands.
+
+What a command needs is imported when it runs, so that help and mistakes answer at once.
+"""
+
+from mstar.cli.main import main, parse_size
+
+__all__ = ["main", "parse_size"]
