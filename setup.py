@@ -19,9 +19,13 @@ def extension(module: str) -> Extension:
 
 
 setup(
+    # Naming the root makes an editable install one entry of the module path. Without it the clone's
+    # own folder, which is called mstar too, hides the package from programs beside the clone.
+    package_dir={"": "."},
     ext_modules=[
         extension("mstar.engine.resources.attention._paged"),
         extension("mstar.engine.resources.attention._flash"),
         extension("mstar.models._fused"),
-    ]
+        extension("mstar.engine.resources.kv._chain"),
+    ],
 )

@@ -24,12 +24,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+try:
+    from mstar.engine.resources.kv import _chain  # type: ignore[attr-defined]
+except ImportError:  # not built, or the processor lacks the instructions
+    _chain = None
+
 _LIMIT = 1 << 32
 _KEY_NBYTES = 32
 # Pages encoded at once: enough to spread NumPy's overhead over, few enough to stay in the cache.
 _GROUP_LEN = 1024
 # Fewer pages than this are encoded sooner one by one.
 _MIN_GROUP_LEN = 12
+# Longer pages are left to Python.
+_MAX_COMPILED_IDS = 4096
 _U32 = struct.Struct("<I").pack
 _ITEM_HEAD = struct.Struct("<4I").pack
 
@@ -95,6 +102,8 @@ def page_key(prev: bytes, tokens: Sequence[int], items: Sequence[PageItem] = ())
             has no slot on the page, or items overlap or are out of order.
     """
     if not len(items) and type(tokens) is list and type(prev) is bytes and len(prev) == _KEY_NBYTES:
+        if made := _fold_compiled(prev, [tokens]):
+            return made[0]
         count = len(tokens)
         if set(map(type, tokens)) == {int}:
             try:
@@ -218,39 +227,62 @@ def chain(
     prev = _bytes(root, "root")
     if items_by_page is not None and not isinstance(items_by_page, Mapping):
         raise TypeError(f"items_by_page is {items_by_page!r}, not a mapping")
-    groups = _groups_of_bodies(pages_of_tokens, items_by_page or {})
-    # The root may have any length; page 0 is a group of its own.
-    keys = [sha256(_field(prev) + body).digest() for body in next(groups, ())]
-    if keys:
-        prev = keys[0]
+    keys: list[bytes] = []
     # Copying a started hash costs less than starting one.
     started = sha256(_U32(_KEY_NBYTES))
-    for bodies in groups:
+    for first, pages, items in _groups(pages_of_tokens, items_by_page or {}):
+        if not keys:
+            keys.append(sha256(_field(prev) + _body(pages[0], items or (), " of page 0")).digest())
+            continue
+        if items is not None:
+            bodies = [_body(pages[0], items, f" of page {first}")]
+        else:
+            made = _fold_compiled(keys[-1], pages)
+            keys += made
+            # What is left has ids that need a closer look.
+            bodies = _plain_bodies(pages[len(made) :], first + len(made))
         for body in bodies:
             state = started.copy()
-            state.update(prev)
+            state.update(keys[-1])
             state.update(body)
-            keys.append(prev := state.digest())
+            keys.append(state.digest())
     return keys
 
 
-def _groups_of_bodies(
+def _groups(
     pages: Sequence[Sequence[int]], items_by_page: Mapping[int, Sequence[PageItem]]
-) -> Iterator[list[bytes]]:
-    """Yield the bodies of all pages in order, in groups; the first page stands alone."""
+) -> Iterator[tuple[int, Sequence[Sequence[int]], Sequence[PageItem] | None]]:
+    """Yield all pages in order, in groups: the number of the first, the pages, and the items.
+
+    A page of its own has items, even if none; ``None`` is for groups of pages without.
+    """
     if hasattr(pages, "__array__"):
         pages = _array(pages, 2, "")  # type: ignore[assignment]
     elif not isinstance(pages, list):
         pages = list(pages)
     last = len(pages) - 1
-    # The last page is often shorter, and one with items nearly always: they would spoil a group.
+    # The root may have any length; the last page is often shorter; one with items is nearly always.
     alone = sorted({0, last, *(page for page in items_by_page if 0 < page < last)})
     begin = 0
     for page in alone if last >= 0 else ():
         for first in range(begin, page, _GROUP_LEN):
-            yield _plain_bodies(pages[first : min(first + _GROUP_LEN, page)], first)
-        yield [_body(pages[page], items_by_page.get(page, ()), f" of page {page}")]
+            yield first, pages[first : min(first + _GROUP_LEN, page)], None
+        yield page, pages[page : page + 1], items_by_page.get(page, ())
         begin = page + 1
+
+
+def _fold_compiled(prev: bytes, pages: Sequence[Sequence[int]]) -> list[bytes]:
+    """Return the keys of pages without items, up to the first whose ids are not plain."""
+    if _chain is None:
+        return []
+    if not isinstance(pages, np.ndarray):
+        made: list[bytes] = _chain.fold_lists(prev, pages)
+        return made
+    num_ids = pages.shape[1]
+    if num_ids > _MAX_COMPILED_IDS:
+        return []
+    packed: list[bytes] = _chain.fold_packed(prev, np.ascontiguousarray(pages, "<u4"), num_ids)
+    return packed
 
 
 def _plain_bodies(pages: Sequence[Sequence[int]], first: int) -> list[bytes]:

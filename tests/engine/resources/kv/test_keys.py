@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ SPANS = st.lists(
     | st.tuples(st.integers(1, 20), st.binary(max_size=40)),
     max_size=12,
 )
+
+
+@pytest.fixture(scope="module", params=["compiled", "plain"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test runs with the compiled part and without it."""
+    if request.param == "compiled":
+        if getattr(keys, "_chain") is None:  # noqa: B009 - private to mypy too
+            pytest.skip("the compiled part is not here")
+        yield request.param
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys, "_chain", None)
+        yield request.param
 
 
 @pytest.fixture(scope="module", params=[GOLDEN, SHARED], ids=["golden", "shared"])
@@ -533,3 +547,23 @@ def test_the_module_exports_the_fixed_names_only() -> None:
     public = {name for name in own if not name.startswith("_")}
     assert public == {"PageItem", "fingerprint", "page_key", "end_key", "page_items", "chain"}
     assert PageItem._fields == ("start", "offset", "length", "digest")
+
+
+@pytest.mark.parametrize("num_ids", [*range(70), 255, 256, 257, 4095, 4096, 4097])
+def test_pages_of_every_length_are_keyed_as_written(num_ids: int) -> None:
+    rng = np.random.default_rng(num_ids)
+    pages = rng.integers(0, 2**32, (4, num_ids)).tolist()
+    expected = oracle.chain(pages, {}, ROOT)
+    same_pages: list[Any] = [pages, [tuple(page) for page in pages], np.array(pages, np.uint32)]
+    for same in same_pages:
+        assert chain(same, None, ROOT) == expected
+    assert page_key(ROOT, pages[0]) == expected[0]
+
+
+def test_wrong_id_far_down_is_named_and_what_stands_before_it_does_not_hide_it() -> None:
+    pages: list[list[Any]] = [[7, 8]] * 3000
+    for wrong in (-1, 2**32, 1.0, True, None, "1"):
+        bad = [*pages, [7, wrong], *pages]
+        with pytest.raises((TypeError, ValueError), match=r"page 3000 is") as error:
+            chain(bad, None, ROOT)
+        assert repr(wrong) in str(error.value)
