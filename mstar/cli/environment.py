@@ -20,6 +20,7 @@ _KERNELS = {
     "mstar.engine.resources.attention._paged": "paged attention",
     "mstar.engine.resources.attention._flash": "attention of prompts, in bfloat16",
     "mstar.models._fused": "the steps between matrix products",
+    "mstar.engine.resources.kv._chain": "keys of pages",
 }
 
 

@@ -133,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         dest="more_prompts",
         default=[],
-        help="the same, also for a prompt that begins with - (as --prompt='-1 is')",
+        metavar="PROMPT",
+        help="another; one that begins with - is written --prompt='-1 is'",
     )
     generate.add_argument(
         "--chat", action="store_true", help="put each prompt into the model's chat template"
