@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import gpu_offline, gpu_sampling
 from benchmarks.__main__ import table
 from mstar.engine.engine import EngineCore
 from mstar.engine.request import PreparedRequest
@@ -50,6 +52,8 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": 128001,
 }
 NUM_WEIGHTS = 8.03e9
+WAIT_US = 20
+"""A pause of the device that is longer than any inside a recorded step, in microseconds."""
 KV_BYTES = 2 * 32 * 8 * 128 * 2
 """Of one token."""
 
@@ -211,6 +215,62 @@ class Bench:
             {"what": f"{what}, warm", "ms": f"{warm:.2f}", "ratio": f"{warm / cold:.3f} of cold"},
         ]
 
+    def offline(self, num_requests: int) -> dict[str, object]:
+        """Return a row of the table: all requests known at once, greedy, ends at their limits."""
+        asked = gpu_offline.case(num_requests, self._vocab_size)
+        for _ in range(4):
+            self.add(512, 8)
+        self.drain()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for ids, limit in zip(asked.prompts, asked.max_tokens, strict=True):
+            self._queue(ids, limit)
+        num_before = self.core.stats().generation_tokens
+        self.drain()
+        seconds = time.perf_counter() - started
+        num_tokens = self.core.stats().generation_tokens - num_before
+        assert num_tokens == sum(asked.max_tokens), (num_tokens, sum(asked.max_tokens))
+        return gpu_offline.row("mstar", asked, seconds)
+
+    def overhead(self, batch: int, context: int, steps: int = 40) -> dict[str, object]:
+        """Return a row of the table: how long a decode step leaves the device without work.
+
+        Gaps between the kernels of a recorded step are the device's own, a few microseconds each;
+        in longer ones it has no work. The profiler makes those longer, by its work on the CPU, so
+        it only tells how long a step's work is; the steps that are timed run without it.
+        """
+        for _ in range(batch):
+            self.add(context - steps // 2, 2 * steps + 30 + batch * context // 4096)
+        while len(self.core.step()) < batch:
+            pass
+        for _ in range(5):
+            self.core.step()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            assert len(self.core.step()) == batch
+        wall = (time.perf_counter() - started) / steps * 1e3
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(steps):
+                self.core.step()
+            torch.cuda.synchronize()
+        self.drain()
+        spans = sorted(
+            (e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_time
+        )
+        gaps, last = [], spans[0][0]
+        for begin, end in spans:
+            gaps.append(max(begin - last, 0))
+            last = max(last, end)
+        waits = sum(gap for gap in gaps if gap > WAIT_US)
+        work = (last - spans[0][0] - waits) / steps / 1e3
+        return {
+            "what": f"overhead, batch {batch}, context {context}",
+            "ms": f"{wall:.2f}",
+            "work of the device": f"{work:.2f}",
+            "waits for the CPU": f"{1 - work / wall:.1%}",
+        }
+
     def _prefill_row(self, num_tokens: int, wall: float) -> dict[str, object]:
         floor = 2 * NUM_WEIGHTS * num_tokens / self.rate * 1e3
         return {
@@ -228,22 +288,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention-backend")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--kv-cache-gib", type=int, help="default: what is left of the memory")
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192])
     parser.add_argument("--reuse", type=int, nargs="*", default=[8192])
+    parser.add_argument("--overhead", type=int, nargs="*", default=[64])
+    parser.add_argument("--offline", type=int, nargs="*", default=[256], help="requests")
+    parser.add_argument("--transformers", type=int, nargs="*", default=[], help="requests")
+    parser.add_argument("--sampling", type=int, nargs="*", default=[], help="rows")
     asked = parser.parse_args()
+    if asked.sampling:
+        print(table(gpu_sampling.rows(asked.sampling)), flush=True)
+    for num_requests in asked.transformers:
+        peer = gpu_offline.case(num_requests, LLAMA_8B["vocab_size"])
+        print(table([gpu_offline.transformers_row(LLAMA_8B, peer)]), flush=True)
+    if not (asked.decode or asked.prefill or asked.reuse or asked.overhead or asked.offline):
+        return
     bench = Bench(
         LLAMA_8B,
         Deployment(
             device="cuda",
             dtype="bfloat16",
-            max_num_seqs=max(asked.decode, default=1),
+            max_num_seqs=max(*asked.decode, *asked.overhead, *asked.offline, 1),
             max_num_batched_tokens=8192,
-            max_model_len=max(*asked.prefill, *asked.reuse, asked.context + 256) + 256,
+            max_model_len=max(*asked.prefill, *asked.reuse, asked.context + 256, 2560) + 256,
             page_size=asked.page_size,
-            kv_cache_bytes=80 << 30,
+            kv_cache_bytes=asked.kv_cache_gib and asked.kv_cache_gib << 30,
             attention_backend=asked.attention_backend,
             cuda_graphs=asked.cuda_graphs,
         ),
@@ -252,7 +324,12 @@ def main() -> None:
     rows += [bench.prefill(num_tokens) for num_tokens in asked.prefill]
     for num_tokens in asked.reuse:
         rows += bench.reuse(num_tokens)
-    print(table(rows))
+    if rows:
+        print(table(rows), flush=True)
+    if asked.overhead:
+        print(table([bench.overhead(batch, asked.context) for batch in asked.overhead]), flush=True)
+    if asked.offline:
+        print(table([bench.offline(num_requests) for num_requests in asked.offline]), flush=True)
 
 
 if __name__ == "__main__":
