@@ -152,9 +152,9 @@ class Engine:
 
     ::
 
-        engine = Engine("smollm2-135m")
-        for completion in engine.generate(["The sky is", "Grass is"]):
-            print(completion.text)
+        with Engine("smollm2-135m") as engine:
+            for completion in engine.generate(["The sky is", "Grass is"]):
+                print(completion.text)
 
     Args:
         model: A folder, a GGUF file, a built-in name or a Hugging Face id.
@@ -193,6 +193,7 @@ class Engine:
         self._texts: dict[str, list[str]] = {}
         self._forgotten: list[str] = []
         """Requests whose streams are gone."""
+        self._is_closed = False
         self._numbers = itertools.count()
 
     def generate(
@@ -201,6 +202,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        retain_seconds: float = 0.0,
     ) -> list[Completion]:
         """Return an answer for each prompt, in their order; all run together.
 
@@ -208,6 +210,8 @@ class Engine:
             prompts: One prompt, or several.
             params: For all prompts, or one for each.
             cache_salt: Only requests with the same salt reuse each other's computation.
+            retain_seconds: How long the prompts' pages are protected from eviction after their last
+                use; ``inf``: until a reset. ``Deployment.retention_share`` is the budget for it.
 
         Raises:
             RequestError: If a prompt or a parameter is wrong; then none runs.
@@ -221,7 +225,7 @@ class Engine:
                 param="params",
             )
         requests = [
-            self._prompt_request(prompt, own, cache_salt)
+            self._prompt_request(prompt, own, cache_salt, retain_seconds)
             for prompt, own in zip(many, each, strict=True)
         ]
         return self._complete(requests)
@@ -232,6 +236,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        retain_seconds: float = 0.0,
     ) -> Completion:
         """Return the answer to a conversation.
 
@@ -239,8 +244,9 @@ class Engine:
             messages: Mappings with ``role`` and ``content``.
             params: How to sample.
             cache_salt: Only requests with the same salt reuse each other's computation.
+            retain_seconds: As for ``generate``.
         """
-        return self._complete([self._chat_request(messages, params, cache_salt)])[0]
+        return self._complete([self._chat_request(messages, params, cache_salt, retain_seconds)])[0]
 
     def stream(
         self,
@@ -249,15 +255,16 @@ class Engine:
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str | None = None,
+        retain_seconds: float = 0.0,
     ) -> TextStream:
         """Return the answer to a prompt or a conversation, piece by piece."""
         if (prompt is None) == (messages is None):
             raise RequestError("give either a prompt or messages", param="prompt")
         if messages is not None:
-            request = self._chat_request(messages, params, cache_salt)
+            request = self._chat_request(messages, params, cache_salt, retain_seconds)
         else:
             assert prompt is not None
-            request = self._prompt_request(_as_prompt(prompt), params, cache_salt)
+            request = self._prompt_request(_as_prompt(prompt), params, cache_salt, retain_seconds)
         self._start([request])
         return TextStream(self, request.request_id, self._answers[request.request_id])
 
@@ -267,14 +274,38 @@ class Engine:
         return self.core.stats()
 
     def reset_prefix_cache(self) -> int:
-        """Forget everything kept for reuse; returns how many pages were."""
+        """Forget everything kept for reuse, in every tier; returns how many pages went."""
         return self.core.reset_prefix_cache()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End what runs and put pages that are kept for reuse on disk, where there is a disk tier.
+
+        Afterwards nothing can be generated any more; closing twice does nothing.
+
+        Args:
+            timeout: Seconds that the disk may take; what is not written by then is dropped.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            for request_id in list(self._answers):
+                self._drop(request_id)
+            self.core.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _next_id(self) -> str:
         return f"request-{next(self._numbers)}"
 
     def _prompt_request(
-        self, prompt: Prompt, params: SamplingParams | None, cache_salt: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        cache_salt: str | None,
+        retain_seconds: float,
     ) -> PromptRequest:
         return PromptRequest(
             request_id=self._next_id(),
@@ -282,6 +313,7 @@ class Engine:
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else prompt,
             cache_salt=cache_salt,
+            retain_seconds=retain_seconds,
         )
 
     def _chat_request(
@@ -289,12 +321,14 @@ class Engine:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None,
         cache_salt: str | None,
+        retain_seconds: float,
     ) -> PromptRequest:
         return PromptRequest(
             request_id=self._next_id(),
             params=_as_params(params),
             messages=messages,
             cache_salt=cache_salt,
+            retain_seconds=retain_seconds,
         )
 
     def _complete(self, requests: Sequence[PromptRequest]) -> list[Completion]:
@@ -310,6 +344,8 @@ class Engine:
 
     def _start(self, requests: Sequence[PromptRequest]) -> None:
         """Queue all requests, or none if one is wrong."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed; make another one")
         self._drop_forgotten()
         prepared = [self._preparer.prepare(request) for request in requests]
         try:

@@ -1,6 +1,7 @@
 """The engine in process, as careless users call it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,3 +167,74 @@ def test_a_request_that_fails_inside_fails_alone(
     assert text == expected.text
     with pytest.raises(MstarError, match="it broke"):
         list(failing)
+
+
+def tiered(model: Path, disk: Path, **numbers: Any) -> Engine:
+    deployment = Deployment(
+        max_model_len=128, disk_cache_bytes=2**24, disk_cache_dir=str(disk), **numbers
+    )
+    return Engine(str(model), deployment=deployment)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+def test_a_closed_engine_has_put_its_pages_on_disk_for_the_next(
+    model: Path, tmp_path: Path
+) -> None:
+    prompt = [18 + number % 10 for number in range(50)]
+    with tiered(model, tmp_path, num_pages=32) as engine:
+        (cold,) = engine.generate([prompt], SHORT)
+        assert cold.num_cached_tokens == 0
+        stream = engine.stream(prompt, LONG)
+        next(stream)
+    assert engine.stats().num_running == 0
+    with tiered(model, tmp_path, num_pages=32) as engine:
+        (warm,) = engine.generate([prompt], SHORT)
+        assert (warm.num_cached_tokens, warm.token_ids) == (48, cold.token_ids)
+        assert engine.stats().prefix_hits_disk == 48
+
+
+def test_a_closed_engine_says_so_and_may_be_closed_again(model: Path, tmp_path: Path) -> None:
+    engine = tiered(model, tmp_path, num_pages=32)
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.generate("34", SHORT), lambda: engine.stream("34", SHORT)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_a_reset_forgets_the_disk_too(model: Path, tmp_path: Path) -> None:
+    prompt = [18 + number % 10 for number in range(50)]
+    with tiered(model, tmp_path, num_pages=32) as engine:
+        engine.generate([prompt], SHORT)
+    with tiered(model, tmp_path, num_pages=32) as engine:
+        assert engine.reset_prefix_cache() == 3
+        assert engine.generate([prompt], SHORT)[0].num_cached_tokens == 0
+        assert engine.reset_prefix_cache() >= 3
+    with tiered(model, tmp_path, num_pages=32) as engine:
+        assert engine.generate([prompt], SHORT)[0].num_cached_tokens == 0
+
+
+def test_retained_prompts_outlast_others(model: Path) -> None:
+    prompts = [[18 + number % 10, *range(30, 80)] for number in range(10)]
+    with Engine(str(model), deployment=Deployment(max_model_len=128, num_pages=16)) as engine:
+        engine.generate([prompts[0]], SHORT, retain_seconds=float("inf"))
+        for prompt in prompts[1:]:
+            engine.generate([prompt], SHORT)
+        assert engine.generate([prompts[0]], SHORT)[0].num_cached_tokens == 48
+        assert engine.generate([prompts[1]], SHORT)[0].num_cached_tokens == 0
+        engine.chat([{"role": "user", "content": "34"}], SHORT, retain_seconds=60)
+        with engine.stream("34", SHORT, retain_seconds=60) as stream:
+            list(stream)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), "1h", None, True])
+def test_what_is_no_time_to_retain_is_refused_by_name(engine: Engine, seconds: Any) -> None:
+    with pytest.raises(RequestError, match="retain_seconds") as caught:
+        engine.generate("34", SHORT, retain_seconds=seconds)
+    assert caught.value.param == "retain_seconds"

@@ -23,6 +23,7 @@ def item_digest(
     parameters: Mapping[str, object],
     length: int,
     advance: int | None = None,
+    is_whole: bool = False,
 ) -> bytes:
     """Return the content name of an item: 32 bytes.
 
@@ -35,6 +36,7 @@ def item_digest(
         parameters: What the request asks of the processor; plain data of any depth.
         length: Slots it takes, in tokens.
         advance: How far it moves the position counter.
+        is_whole: Attention inside it goes in both directions.
 
     Raises:
         TypeError: If the content has no canonical bytes, or a parameter is not plain data.
@@ -51,15 +53,32 @@ def item_digest(
         kind,
         processor,
         # MessagePack tells types apart and frames every value, so that no two parameters agree.
-        msgspec.msgpack.encode(dict(parameters), order="sorted"),
+        msgspec.msgpack.encode(_plain(parameters, "parameters"), order="sorted"),
         length,
+        is_whole,
         "scheme" if advance is None else advance,
     )
 
 
+def _plain(value: object, where: str) -> object:
+    """Return a value of plain data as it is; other types would be encoded as what they are not."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str:
+                raise TypeError(f"{where} has the key {key!r}; keys are strings")
+        return {key: _plain(part, f"{where}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part, f"{where}[{at}]") for at, part in enumerate(value)]
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    raise TypeError(f"{where} is {value!r} ({type(value).__name__}), which is no plain data")
+
+
 def array_of(content: npt.NDArray[Any]) -> Array:
     """Return an encoder's input as it crosses processes."""
-    return Array(content.dtype.name, content.shape, np.ascontiguousarray(content).tobytes())
+    # The name of a dtype says nothing of its byte order: that of this machine.
+    plain = np.ascontiguousarray(content, content.dtype.newbyteorder("="))
+    return Array(plain.dtype.name, content.shape, plain.tobytes())
 
 
 @dataclass(frozen=True, slots=True)

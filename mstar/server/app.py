@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.answering import CLIENT_CLOSED, GeneratingResponse
+from mstar.server.bodies import json_answer, json_error, read_body
 from mstar.server.bridge import Bridge
-from mstar.server.config import MAX_BODY_NBYTES
+from mstar.server.cache_routes import add_cache_routes
 from mstar.server.failures import ApiError, clip
 from mstar.server.metrics import CONTENT_TYPE
 from mstar.server.protocol import request_schema
@@ -27,8 +27,6 @@ from mstar.version import __version__
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# A body over the limit is read on for a while, so that its sender gets to see the answer.
-_MAX_DISCARDED_NBYTES = 4 * MAX_BODY_NBYTES
 
 
 class Gate:
@@ -72,41 +70,6 @@ class Gate:
         return hmac.compare_digest(given, self._key) and scheme.lower() == "bearer"
 
 
-def json_error(error: ApiError) -> Response:
-    """Return the answer that an error is."""
-    return Response(error.body(), error.status, error.headers, "application/json")
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the body of a JSON request.
-
-    Raises:
-        ApiError: If it is declared as something else, or too large.
-    """
-    content_type = request.headers.get("content-type", "application/json")
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        message = f"content type {clip(kind, 60)!r} is not served; send application/json"
-        raise ApiError(415, message)
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes <= MAX_BODY_NBYTES:
-            parts.append(part)
-        elif num_bytes > _MAX_DISCARDED_NBYTES:
-            break
-        else:
-            parts.clear()
-    if num_bytes > MAX_BODY_NBYTES:
-        raise ApiError(413, f"the body exceeds {MAX_BODY_NBYTES // 2**20} MiB; shorten it")
-    return b"".join(parts)
-
-
 def _model_json(bridge: Bridge, name: str, created: int) -> dict[str, Any]:
     facts = bridge.link.facts
     return {
@@ -133,6 +96,7 @@ def create_app(bridge: Bridge, tokenizer: Callable[[], TextTokenizer], fingerpri
     created = int(time.time())
     _add_errors(app)
     _add_probes(app, bridge)
+    add_cache_routes(app, bridge, tokenizer)
 
     def generating(route: Route, prefix: str) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
@@ -166,7 +130,7 @@ def create_app(bridge: Bridge, tokenizer: Callable[[], TextTokenizer], fingerpri
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
         data = [_model_json(bridge, name, created) for name in bridge.config.model_names]
-        return _json({"object": "list", "data": data})
+        return json_answer({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
@@ -174,7 +138,7 @@ def create_app(bridge: Bridge, tokenizer: Callable[[], TextTokenizer], fingerpri
             known = ", ".join(bridge.config.model_names)
             message = f"the model {clip(name, 100)!r} is not served here; known: {known}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        return _json(_model_json(bridge, name, created))
+        return json_answer(_model_json(bridge, name, created))
 
     return Gate(app, bridge.config.api_key)
 
@@ -182,14 +146,14 @@ def create_app(bridge: Bridge, tokenizer: Callable[[], TextTokenizer], fingerpri
 def _add_probes(app: FastAPI, bridge: Bridge) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
         state = bridge.readiness()
         if not state.is_ready:
             raise ApiError(503, state.reason, code=state.code, retry_after=1)
-        return _json({"status": "ready"})
+        return json_answer({"status": "ready"})
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
@@ -197,7 +161,7 @@ def _add_probes(app: FastAPI, bridge: Bridge) -> None:
 
     @app.get("/version", response_model=None)
     async def version() -> Response:
-        return _json({"version": __version__})
+        return json_answer({"version": __version__})
 
 
 def _add_errors(app: FastAPI) -> None:

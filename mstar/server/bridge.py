@@ -7,21 +7,26 @@ it.
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mstar.engine.output import EngineStats, RequestOutput
+from mstar.engine.resources.kv.explain import ReuseReport
 from mstar.server.child import Launcher
 from mstar.server.config import ServerConfig
 from mstar.server.failures import ApiError
 from mstar.server.link import EngineLink, EngineListener, EngineState
 from mstar.server.metrics import Metrics
 from mstar.server.pool import WorkerPool
+from mstar.server.questions import Questions, dead_engine
 from mstar.server.worker import WorkerSettings
 from mstar.transport.messages import (
     AbortRequests,
     AddRequests,
     AnswerOptions,
     EngineFacts,
+    Message,
     Route,
     StepDone,
 )
@@ -141,6 +146,7 @@ class Bridge:
         self._num_unstarted = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._questions = Questions(self._send, max(1.0, config.stall_timeout))
         self.link = EngineLink(
             config.engine,
             config.stall_timeout,
@@ -148,6 +154,7 @@ class Bridge:
             listener=EngineListener(
                 on_ready=self._engine_ready,
                 on_step=self._step,
+                on_answer=self._questions.answered,
                 on_death=self._engine_died,
                 on_fatal=self._fatal,
             ),
@@ -165,6 +172,9 @@ class Bridge:
             on_death=self.metrics.worker_died,
             on_fatal=self._fatal,
         )
+
+    def _send(self, message: Message) -> bool:
+        return self.link.try_send(message)
 
     def start(self) -> None:
         """Start the processes."""
@@ -224,26 +234,68 @@ class Bridge:
             ApiError: If it is wrong, or cannot be served now.
         """
         self._admit()
-        self._num_preparing += 1
-        self._idle.clear()
-        try:
+        with self._preparing():
             prepared = await self.pool.prepare(request_id, route, body)
             self._require_engine()
             flight = Flight(prepared.request_ids, prepared.options, arrival)
             for index, engine_id in enumerate(prepared.request_ids):
                 self._lanes[engine_id] = _Lane(flight, index)
             self._num_unstarted += len(prepared.request_ids)
-        finally:
-            self._num_preparing -= 1
-            self._check_idle()
         try:
             if not self.link.try_send(AddRequests(requests=prepared.requests)):
-                raise _dead()
+                raise dead_engine()
             await flight.wait_accepted()
         except BaseException:
             self.close(flight)
             raise
         return flight
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Count a request as in flight while a worker has it."""
+        self._num_preparing += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+            self._check_idle()
+
+    async def explain(self, body: bytes) -> ReuseReport:
+        """Return how much of a body's prompt could be reused now; nothing is run.
+
+        Raises:
+            ApiError: If the body is wrong, has more than one prompt, or cannot be looked at now.
+        """
+        self._admit()
+        with self._preparing():
+            prepared = await self.pool.prepare("explain", None, body)
+            num_prompts = len(prepared.options.num_prompt_tokens)
+            if num_prompts != 1:
+                message = f"{num_prompts} prompts; one at a time is explained: send each alone"
+                raise ApiError(400, message, param="prompt")
+            report = (await self._questions.explain_prompt(prepared.requests[0])).report
+        if report is None:
+            raise ApiError(501, "this model has no KV cache that could be explained")
+        return report
+
+    async def explain_request(self, request_id: str) -> ReuseReport | None:
+        """Return what a request that started lately could reuse then; ``None``: it is unknown.
+
+        Raises:
+            ApiError: If the engine cannot be asked.
+        """
+        self._require_answers()
+        return (await self._questions.explain_request(request_id)).report
+
+    async def reset_cache(self) -> int:
+        """Forget everything kept for reuse, in every tier; returns how many pages went.
+
+        Raises:
+            ApiError: If the engine cannot be asked.
+        """
+        self._require_answers()
+        return (await self._questions.reset_cache()).num_pages
 
     def close(self, flight: Flight) -> None:
         """Forget a request; what of it still runs is aborted."""
@@ -278,7 +330,12 @@ class Bridge:
 
     def _require_engine(self) -> None:
         if self.link.state is not EngineState.READY:
-            raise _dead()
+            raise dead_engine()
+
+    def _require_answers(self) -> None:
+        if self.link.state is not EngineState.READY:
+            readiness = self.readiness()
+            raise ApiError(503, readiness.reason, code=readiness.code, retry_after=1)
 
     def _step(self, message: StepDone) -> None:
         if message.stats is not None:
@@ -346,6 +403,7 @@ class Bridge:
             lane = self._leave(request_id, "error")
             assert lane is not None, request_id
             lane.flight.fail(failure)
+        self._questions.fail_all(failure)
 
     def _engine_ready(self, facts: EngineFacts) -> None:
         self.metrics.engine_ready(facts)
@@ -355,7 +413,7 @@ class Bridge:
     def _engine_died(self, reason: str) -> None:
         self.stats = None
         self.metrics.engine_died()
-        self._fail_all(_dead())
+        self._fail_all(dead_engine())
 
     def _check_ready(self) -> None:
         if self.readiness().is_ready:
@@ -364,15 +422,6 @@ class Bridge:
     def _fatal(self, reason: str, is_users_error: bool) -> None:
         if not self.fatal.done():
             self.fatal.set_result((reason, is_users_error))
-
-
-def _dead() -> ApiError:
-    return ApiError(
-        503,
-        "the engine process ended while it was needed; it is started again",
-        code="engine_dead",
-        retry_after=2,
-    )
 
 
 def _failure(output: RequestOutput) -> ApiError:

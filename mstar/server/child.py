@@ -166,7 +166,7 @@ class Child(Generic[ReceivedT]):
         """Ask the child to end, and kill it after ``grace`` seconds."""
         self._on_exit = _ignore
         self._on_message = _ignore
-        if self.try_send(Shutdown()) and grace > 0:
+        if self.try_send(Shutdown(grace=grace)) and grace > 0:
             await asyncio.wait({self._exited}, timeout=grace)
         self._process.kill()
         await asyncio.wait({self._exited}, timeout=5)

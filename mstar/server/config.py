@@ -5,6 +5,7 @@ from typing import Any
 
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError
+from mstar.models.files import default_cache_dir
 
 MAX_BODY_NBYTES = 32 * 2**20
 
@@ -30,12 +31,28 @@ class EngineOptions:
     """KV pages; wins over ``kv_cache_bytes``."""
     kv_cache_bytes: int | None = None
     """Memory of the KV pool, in bytes."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory to use, where neither of the two above is given."""
     max_num_seqs: int | None = None
     """Requests that run at once, at most."""
     max_num_batched_tokens: int | None = None
     """Tokens of one step, at most."""
     enable_prefix_caching: bool = True
     attention_backend: str | None = None
+    host_cache_bytes: int = 0
+    """Host memory for evicted pages, in bytes; 0: none."""
+    disk_cache_bytes: int = 0
+    """Disk space for evicted pages, in bytes; 0: none."""
+    disk_cache_dir: str | None = None
+    """Folder of pages on disk; ``None``: in the user's cache."""
+    retention_share: float = 0.5
+    """Share of the KV pages that requests may have protected from eviction."""
+    kv_events_endpoint: str | None = None
+    """Where KV events are published; ``None``: nowhere."""
+    kv_events_replay_endpoint: str | None = None
+    kv_events_topic: str = ""
+    debug_checks: bool = False
+    """Verify all books whenever the engine becomes idle."""
     seed: int | None = None
     """Seed of everything random that has no seed of its own."""
     log_level: str = "info"
@@ -44,6 +61,14 @@ class EngineOptions:
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ConfigError(
                 f"seed is {self.seed}; it must lie between {-(2**63)} and {2**64 - 1}"
+            )
+        if not 0 <= self.retention_share <= 1:
+            raise ConfigError(
+                f"retention_share is {self.retention_share}; it must lie between 0 and 1"
+            )
+        if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
+            raise ConfigError(
+                "KV events are replayed and not published: give kv_events_endpoint too"
             )
 
     def deployment(self, dtype: str) -> Deployment:
@@ -54,6 +79,11 @@ class EngineOptions:
             num_pages=self.num_pages,
             enable_prefix_caching=self.enable_prefix_caching,
             attention_backend=self.attention_backend,
+            host_cache_bytes=self.host_cache_bytes,
+            disk_cache_bytes=self.disk_cache_bytes,
+            disk_cache_dir=self.disk_cache_dir or str(default_cache_dir() / "kv"),
+            retention_share=self.retention_share,
+            kv_events=self.kv_events_endpoint is not None,
         )
         numbers = {
             "max_num_seqs": self.max_num_seqs,
@@ -61,6 +91,7 @@ class EngineOptions:
             "max_model_len": self.max_model_len,
             "page_size": self.page_size,
             "kv_cache_bytes": self.kv_cache_bytes,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
         }
         chosen: dict[str, Any] = {k: v for k, v in numbers.items() if v is not None}
         return replace(given, **chosen)

@@ -2,34 +2,46 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, ErrorInfo
 from mstar.engine.request import PreparedRequest
+from mstar.engine.resources.kv.explain import ReuseReport
 from mstar.errors import MstarError, RequestError
 from mstar.models import load_model
 from mstar.server.child import become_child
 from mstar.server.config import EngineOptions
 from mstar.server.logs import configure_logging
 from mstar.transport.channel import ChildChannel
+from mstar.transport.kv_events import EventPublisher
 from mstar.transport.messages import (
     AbortRequests,
     AddRequests,
+    Answer,
+    CacheReset,
     EngineFacts,
     EngineReady,
+    EventSource,
+    Explained,
+    ExplainPrompt,
+    ExplainRequest,
     LoadFailed,
     LoadProgress,
     Ping,
     Pong,
+    Refused,
+    ResetCache,
     Shutdown,
     StepDone,
     ToEngine,
 )
 
-logger = logging.getLogger(__name__)
+# Run as a program, the module would else log as __main__, at a level that nobody set.
+logger = logging.getLogger("mstar.server.engine_process")
 
 _STATS_SECONDS = 0.5
 
@@ -62,22 +74,32 @@ class EngineLoop:
     Args:
         engine: A loaded engine.
         channel: To the API process.
+        publisher: Takes KV events; ``None``: nobody does.
+        checks_when_idle: Verify the engine's books whenever it becomes idle.
     """
 
-    def __init__(self, engine: EngineCore, channel: "ChildChannel[ToEngine]") -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        channel: "ChildChannel[ToEngine]",
+        publisher: EventPublisher | None = None,
+        checks_when_idle: bool = False,
+    ) -> None:
         self._engine = engine
         self._channel = channel
+        self._publisher = publisher
+        self._checks_when_idle = checks_when_idle
         self._decoder = msgspec.msgpack.Decoder(PreparedRequest)
         self._accepted: list[str] = []
         self._rejected: list[tuple[str, ErrorInfo]] = []
         self._sent_stats: EngineStats | None = None
         self._stats_time = 0.0
-        self._is_ending = False
+        self._end: Shutdown | None = None
 
-    def run(self) -> None:
-        """Serve until told to end."""
+    def run(self) -> Shutdown:
+        """Serve until told to end; returns what told it."""
         engine, channel = self._engine, self._channel
-        while not self._is_ending:
+        while self._end is None:
             if not engine.has_work:
                 message = channel.receive(timeout=None)
                 if message is not None:
@@ -85,6 +107,10 @@ class EngineLoop:
             for message in channel.drain():
                 self._handle(message)
             outputs = engine.step() if engine.has_work else []
+            if self._publisher is not None:
+                self._publisher.publish(engine.take_events())
+            if self._checks_when_idle and not engine.has_work:
+                engine.check()
             stats = self._new_stats()
             if outputs or stats or self._accepted or self._rejected:
                 channel.send(
@@ -96,6 +122,7 @@ class EngineLoop:
                     )
                 )
                 self._accepted, self._rejected = [], []
+        return self._end
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -105,10 +132,28 @@ class EngineLoop:
             case AbortRequests():
                 for request_id in message.request_ids:
                     self._engine.abort(request_id)
+            case ExplainPrompt() | ExplainRequest() | ResetCache():
+                self._channel.send(self._answer(message))
             case Ping():
                 self._channel.send(Pong())
             case Shutdown():
-                self._is_ending = True
+                self._end = message
+
+    def _answer(self, question: ExplainPrompt | ExplainRequest | ResetCache) -> Answer:
+        engine, call_id = self._engine, question.call_id
+        try:
+            match question:
+                case ExplainPrompt():
+                    found = engine.explain(self._decoder.decode(question.request))
+                    return Explained(call_id=call_id, report=_shortest(found))
+                case ExplainRequest():
+                    known = engine.explain_request(question.request_id)
+                    return Explained(call_id=call_id, report=_shortest(known or {}))
+                case ResetCache():
+                    return CacheReset(call_id=call_id, num_pages=engine.reset_prefix_cache())
+        except RequestError as error:
+            info = ErrorInfo(error.message, error.code, error.param)
+            return Refused(call_id=call_id, error=info)
 
     def _add(self, prepared: PreparedRequest) -> None:
         try:
@@ -125,20 +170,38 @@ class EngineLoop:
         if self._engine.has_work and now - self._stats_time < _STATS_SECONDS:
             return None
         stats = self._engine.stats()
+        if self._publisher is not None:
+            lost = self._publisher.num_lost
+            stats = msgspec.structs.replace(stats, num_events_lost=lost)
         if stats == self._sent_stats:
             return None
         self._sent_stats, self._stats_time = stats, now
         return stats
 
 
-def facts_of(engine: EngineCore, load_seconds: float) -> EngineFacts:
-    """Return what the other processes must know of ``engine``."""
+def _shortest(reports: Mapping[str, Any]) -> ReuseReport | None:
+    """Return the report of the KV cache that reuses least, as all of a model reuse together."""
+    told = [report for report in reports.values() if isinstance(report, ReuseReport)]
+    return min(told, key=lambda report: report.num_matched_tokens, default=None)
+
+
+def facts_of(
+    engine: EngineCore, load_seconds: float, publisher: EventPublisher | None = None
+) -> EngineFacts:
+    """Return what the other processes must know of ``engine``.
+
+    Args:
+        engine: A loaded engine.
+        load_seconds: From the start of the process to now.
+        publisher: Of its KV events, where there is one.
+    """
     deployment = engine.deployment
     assert deployment.num_pages is not None
     assert deployment.max_model_len is not None
     return EngineFacts(
         deployment_root=engine.root,
-        root_constants=engine.root_constants,
+        root_constants=dict(engine.named_root.constants),
+        root_missing=list(engine.named_root.missing),
         page_size=deployment.page_size,
         num_pages=deployment.num_pages,
         max_model_len=deployment.max_model_len,
@@ -149,6 +212,15 @@ def facts_of(engine: EngineCore, load_seconds: float) -> EngineFacts:
         device=deployment.device,
         model_name=engine.model.name,
         load_seconds=load_seconds,
+        event_sources=[] if publisher is None else [_source_of(publisher)],
+    )
+
+
+def _source_of(publisher: EventPublisher) -> EventSource:
+    return EventSource(
+        endpoint=publisher.endpoint,
+        replay_endpoint=publisher.replay_endpoint,
+        topic=publisher.topic,
     )
 
 
@@ -171,15 +243,35 @@ def main() -> None:
         if options.seed is not None:
             seed_everything(options.seed)
         engine = load_engine(options, progress)
+        publisher = open_publisher(options)
     except MstarError as error:
         channel.send(LoadFailed(error=str(error), is_users_error=True))
     except (MemoryError, OSError, RuntimeError) as error:
         logger.exception("loading failed")
         channel.send(LoadFailed(error=f"{type(error).__name__}: {error}", is_users_error=False))
     else:
-        channel.send(EngineReady(facts=facts_of(engine, time.monotonic() - started)))
-        EngineLoop(engine, channel).run()
+        facts = facts_of(engine, time.monotonic() - started, publisher)
+        channel.send(EngineReady(facts=facts))
+        end = EngineLoop(engine, channel, publisher, options.debug_checks).run()
+        # A part of the grace is left for the way out.
+        engine.close(timeout=0.8 * end.grace)
+        if publisher is not None:
+            publisher.publish(engine.take_events())
+            publisher.close()
     channel.close()
+
+
+def open_publisher(options: EngineOptions) -> EventPublisher | None:
+    """Return what publishes KV events, where they are asked for.
+
+    Raises:
+        ConfigError: If an address cannot be bound.
+    """
+    if options.kv_events_endpoint is None:
+        return None
+    return EventPublisher(
+        options.kv_events_endpoint, options.kv_events_replay_endpoint, options.kv_events_topic
+    )
 
 
 def seed_everything(seed: int) -> None:

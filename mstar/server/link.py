@@ -11,13 +11,16 @@ from mstar.server.backoff import Backoff
 from mstar.server.child import Child, Launcher
 from mstar.server.config import EngineOptions
 from mstar.transport.messages import (
+    CacheReset,
     EngineFacts,
     EngineReady,
+    Explained,
     FromEngine,
     LoadFailed,
     LoadProgress,
     Message,
     Ping,
+    Refused,
     StepDone,
 )
 
@@ -43,6 +46,7 @@ class EngineListener:
 
     on_ready: Callable[[EngineFacts], None]
     on_step: Callable[[StepDone], None]
+    on_answer: Callable[[Explained | CacheReset | Refused], None]
     on_death: Callable[[str], None]
     """With the reason, in words for users."""
     on_fatal: Callable[[str, bool], None]
@@ -133,6 +137,8 @@ class EngineLink:
         match message:
             case StepDone():
                 self._listener.on_step(message)
+            case Explained() | CacheReset() | Refused():
+                self._listener.on_answer(message)
             case LoadProgress():
                 self.progress = message
                 logger.info("loading: %s (%.0f%%)", message.stage, 100 * message.fraction)

@@ -20,6 +20,7 @@ from mstar.transport.messages import EngineFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+TIERS = ("device", "host", "disk")
 REJECTION_REASONS = ("queue_full", "draining", "not_ready")
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -69,7 +70,32 @@ class Metrics:
             "generation_tokens": self._counter("generation_tokens", "Tokens generated."),
             "num_preemptions": self._counter("num_preemptions", "Requests put back to wait."),
             "num_steps": self._counter("engine_steps", "Steps of the engine."),
+            "num_evictions": self._counter(
+                "prefix_cache_evictions", "Pages kept for reuse that were handed out anew."
+            ),
+            "num_pages_broken": self._counter(
+                "prefix_cache_pages_broken", "Pages of tiers that were not what had been written."
+            ),
+            "num_encoder_hits": self._counter(
+                "encoder_cache_hits", "Items whose encoder's output was found."
+            ),
+            "num_events_lost": self._counter(
+                "kv_events_lost", "Batches of KV events that no reader will see."
+            ),
         }
+        hits = self._family(
+            "prefix_cache_hits_by_tier", "Prompt tokens that were reused, by tier.", "tier"
+        )
+        self._counters |= {
+            f"prefix_hits_{tier}": hits.labels(**self._labels, tier=tier) for tier in TIERS
+        }
+        pages = Gauge(
+            "mstar:prefix_cache_pages",
+            "Pages kept for reuse only, by tier.",
+            [*self._labels, "tier"],
+            registry=self._registry,
+        )
+        self._pages = {tier: pages.labels(**self._labels, tier=tier) for tier in TIERS}
         finished = self._family("request_success", "Requests that ended.", "finished_reason")
         self._finished = {
             reason: finished.labels(**self._labels, finished_reason=reason)
@@ -131,7 +157,9 @@ class Metrics:
     def engine_died(self) -> None:
         """Note a dead engine."""
         self._restarts.inc()
-        for gauge in (self._alive, self._running, self._waiting, self._usage):
+        # What the disk keeps is told by the next engine.
+        gauges = (self._alive, self._running, self._waiting, self._usage, *self._pages.values())
+        for gauge in gauges:
             gauge.set(0)
 
     def worker_died(self) -> None:
@@ -143,6 +171,9 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._usage.set(stats.num_pages_used / max(stats.num_pages, 1))
+        self._pages["device"].set(stats.num_pages_cached)
+        self._pages["host"].set(stats.num_pages_host)
+        self._pages["disk"].set(stats.num_pages_disk)
         for name, counter in self._counters.items():
             before = 0 if self._last is None else getattr(self._last, name)
             # A counter that seems to shrink must not take the metrics down.

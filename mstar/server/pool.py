@@ -107,7 +107,7 @@ class WorkerPool:
             self._configure(worker)
         self._dispatch()
 
-    async def prepare(self, request_id: str, route: Route, body: bytes) -> Prepared:
+    async def prepare(self, request_id: str, route: Route | None, body: bytes) -> Prepared:
         """Return the requests that ``body`` asks for.
 
         Raises:

@@ -4,6 +4,7 @@ Numbers are checked where they are used (``SamplingParams``); a field that would
 and is not served is refused, never ignored.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ MAX_CHOICES = 128
 MAX_TOKEN_ENTRIES = 2**18
 """Entries of ``logit_bias`` and ``stop_token_ids``, times choices: each choice carries its own."""
 DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_TTL = "5m"
+"""How long an ephemeral prompt stays that does not say so."""
+_TTL = re.compile(r"([0-9]{1,9})([smh])")
+_TTL_UNITS = {"s": 1, "m": 60, "h": 3600}
+_MAX_TTL = 365 * 24 * 3600
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -41,6 +47,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How long a prompt's pages should stay."""
+
+    type: str
+    ttl: str | float | None = None
 
 
 class _CommonRequest(msgspec.Struct, kw_only=True):
@@ -69,6 +82,7 @@ class _CommonRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    cache_control: CacheControl | None = None
     return_token_ids: bool | None = None
 
 
@@ -104,6 +118,8 @@ class ParsedRequest:
     stream: bool
     stream_options: StreamOptions
     cache_salt: str | None
+    retain_seconds: float
+    """How long the prompt's pages are protected from eviction; ``inf``: until a reset."""
     add_generation_prompt: bool
     continue_final_message: bool
     template_kwargs: Mapping[str, Any]
@@ -229,6 +245,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         stream=bool(request.stream),
         stream_options=request.stream_options or StreamOptions(),
         cache_salt=request.cache_salt,
+        retain_seconds=_retain_seconds(request.cache_control),
         add_generation_prompt=is_opened,
         continue_final_message=is_continued,
         template_kwargs=template_kwargs,
@@ -243,6 +260,23 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
             if name not in kind.__struct_fields__ and name not in _IGNORED | _UNSERVED.keys()
         ],
     )
+
+
+def route_of(body: bytes) -> Route:
+    """Return the route that a body is for, by its fields.
+
+    Raises:
+        ApiError: If it is for none, or for both.
+    """
+    fields = _fields(body)
+    if ("messages" in fields) == ("prompt" in fields):
+        which = "both" if "prompt" in fields else "neither"
+        raise _bad(
+            f"the body has {which} of messages and prompt; a chat has the one, a completion the "
+            "other",
+            "messages",
+        )
+    return "chat" if "messages" in fields else "completion"
 
 
 def request_schema(route: Route) -> dict[str, Any]:
@@ -386,6 +420,36 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     if len(prompts) > MAX_CHOICES:
         raise _bad(f"{len(prompts)} prompts; at most {MAX_CHOICES} in one request", "prompt")
     return prompts
+
+
+def _retain_seconds(control: CacheControl | None) -> float:
+    """Return how long the pages of a prompt are to be protected, in seconds."""
+    if control is None:
+        return 0.0
+    if control.type == "persistent":
+        if control.ttl is not None:
+            raise _bad("cache_control: persistent has no ttl; leave it out", "cache_control")
+        return math.inf
+    if control.type != "ephemeral":
+        raise _bad(
+            f"cache_control.type is {clip(repr(control.type), 60)}; it must be 'ephemeral' or "
+            "'persistent'",
+            "cache_control",
+        )
+    ttl = DEFAULT_TTL if control.ttl is None else control.ttl
+    seconds: float
+    if isinstance(ttl, str):
+        found = _TTL.fullmatch(ttl)
+        seconds = int(found[1]) * _TTL_UNITS[found[2]] if found else 0
+    else:
+        seconds = ttl
+    if not 0 < seconds <= _MAX_TTL:
+        raise _bad(
+            f"cache_control.ttl is {clip(repr(ttl), 60)}; write a number of seconds up to "
+            f"{_MAX_TTL}, or a text such as '30s', '5m' or '1h'",
+            "cache_control",
+        )
+    return float(seconds)
 
 
 def _params(request: ChatRequest | CompletionRequest) -> SamplingParams:

@@ -87,13 +87,15 @@ class _Server:
         self._tokenizer: TextTokenizer | None = None
         self._end = asyncio.Event()
         self._now = asyncio.Event()
+        self._deadline = 0.0
+        """When the time for ending is over, by the loop's clock."""
 
     async def run(self) -> int:
         config = self._config
         listener = bind(config.host, config.port)
         host, port = listener.getsockname()[:2]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _log_banner(config, self._url)
+        _log_banner(config)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
@@ -101,6 +103,7 @@ class _Server:
         context = zmq.asyncio.Context()
         try:
             path = await asyncio.to_thread(resolve, config.engine.model)
+            logger.info("listening at %s, not ready yet", self._url)
             bridge = Bridge(config, str(path), Launcher(context, folder))
             return await self._serve(bridge, path, listener)
         finally:
@@ -129,7 +132,7 @@ class _Server:
         ]
         try:
             status = await self._until_end(bridge, tasks[0])
-            await bridge.stop(0 if self._now.is_set() else _CHILD_GRACE_SECONDS)
+            await self._stop_gently(bridge)
         finally:
             await bridge.stop(0)
         http.should_exit = True
@@ -154,6 +157,7 @@ class _Server:
         if http.done():
             http.result()
             return EXIT_FAILED
+        self._deadline = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         bridge.is_draining = True
         logger.info("ending: %d requests are in flight", bridge.num_in_flight)
         idle = asyncio.create_task(bridge.wait_idle())
@@ -166,6 +170,23 @@ class _Server:
         for task in (idle, now):
             task.cancel()
         return EXIT_OK
+
+    async def _stop_gently(self, bridge: Bridge) -> None:
+        """Let the processes end by themselves, unless a second signal comes.
+
+        With pages to be put on disk, the engine has for it what running requests left of the time.
+        """
+        grace = _CHILD_GRACE_SECONDS
+        if self._config.engine.disk_cache_bytes:
+            grace = max(grace, self._deadline - asyncio.get_running_loop().time())
+        stopping = asyncio.create_task(bridge.stop(grace))
+        now = asyncio.create_task(self._now.wait())
+        await asyncio.wait({stopping, now}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, now):
+            task.cancel()
+        await asyncio.gather(stopping, now, return_exceptions=True)
+        if not stopping.cancelled():
+            stopping.result()
 
     def _signalled(self) -> None:
         if self._end.is_set():
@@ -208,18 +229,19 @@ def _socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="mstar-", dir=place if len(place) < 70 else "/tmp"))
 
 
-def _log_banner(config: ServerConfig, url: str) -> None:
+def _log_banner(config: ServerConfig) -> None:
     changed = {
         item.name: getattr(config, item.name)
         for item in fields(config)
         if item.name not in ("engine", "api_key") and getattr(config, item.name) != item.default
     }
-    plain = asdict(EngineOptions(model=config.engine.model))
-    given = asdict(config.engine)
+    # "auto" is what no dtype means, too.
+    plain = asdict(EngineOptions(model=config.engine.model, dtype="auto"))
+    given = asdict(config.engine) | {"dtype": config.engine.dtype or "auto"}
     changed |= {name: value for name, value in given.items() if value != plain[name]}
     if config.api_key is not None:
         changed["api_key"] = "***"
-    logger.info("mstar %s serves %s at %s", __version__, config.engine.model, url)
+    logger.info("mstar %s is loading %s", __version__, config.engine.model)
     logger.info("non-default settings: %s", changed or "none")
 
 

@@ -15,7 +15,13 @@ from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.child import become_child
 from mstar.server.failures import ApiError
 from mstar.server.logs import configure_logging
-from mstar.server.protocol import ParsedRequest, ProtocolRules, in_users_words, parse
+from mstar.server.protocol import (
+    ParsedRequest,
+    ProtocolRules,
+    in_users_words,
+    parse,
+    route_of,
+)
 from mstar.transport.channel import ChildChannel
 from mstar.transport.messages import (
     AnswerOptions,
@@ -24,12 +30,14 @@ from mstar.transport.messages import (
     Prepare,
     Prepared,
     PrepareFailed,
+    Route,
     Shutdown,
     ToWorker,
     WorkerReady,
 )
 
-logger = logging.getLogger(__name__)
+# Run as a program, the module would else log as __main__, at a level that nobody set.
+logger = logging.getLogger("mstar.server.worker")
 
 _MAX_KNOWN_FIELDS = 100
 
@@ -89,7 +97,8 @@ class Worker:
 
     def _prepare(self, job: Prepare) -> Prepared:
         assert self._preparer is not None, "a job came before the engine's numbers"
-        parsed = parse(job.route, job.body, self._rules)
+        route = job.route or route_of(job.body)
+        parsed = parse(route, job.body, self._rules)
         self._warn(parsed.unknown_fields)
         requests = _prompt_requests(job.request_id, parsed)
         try:
@@ -106,7 +115,7 @@ class Worker:
             job_id=job.job_id,
             request_ids=request_ids,
             requests=blobs,
-            options=_options(job, parsed, prompts, self._rules.model_names[0]),
+            options=_options(route, parsed, prompts, self._rules.model_names[0]),
         )
 
     def _warn(self, fields: list[str]) -> None:
@@ -124,6 +133,7 @@ def _prompt_requests(request_id: str, parsed: ParsedRequest) -> list[PromptReque
                 params=parsed.params,
                 messages=parsed.conversation,
                 cache_salt=parsed.cache_salt,
+                retain_seconds=parsed.retain_seconds,
                 template_kwargs=parsed.template_kwargs,
                 add_generation_prompt=parsed.add_generation_prompt,
                 continue_final_message=parsed.continue_final_message,
@@ -136,6 +146,7 @@ def _prompt_requests(request_id: str, parsed: ParsedRequest) -> list[PromptReque
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else prompt,
             cache_salt=parsed.cache_salt,
+            retain_seconds=parsed.retain_seconds,
             add_special_tokens=parsed.add_special_tokens,
         )
         for index, prompt in enumerate(parsed.prompts)
@@ -155,10 +166,10 @@ def _choice(prompt: PreparedRequest, place: int) -> PreparedRequest:
 
 
 def _options(
-    job: Prepare, parsed: ParsedRequest, prompts: list[PreparedRequest], model: str
+    route: Route, parsed: ParsedRequest, prompts: list[PreparedRequest], model: str
 ) -> AnswerOptions:
     return AnswerOptions(
-        route=job.route,
+        route=route,
         model=model,
         stream=parsed.stream,
         include_usage=parsed.stream_options.include_usage,

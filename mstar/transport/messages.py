@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from mstar.engine.output import EngineStats, ErrorInfo, RequestOutput
+from mstar.engine.resources.kv.explain import ReuseReport
 
 Route = Literal["chat", "completion"]
 
@@ -17,13 +18,25 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages; the tag names the class on the wire."""
 
 
+class EventSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine's KV events can be read."""
+
+    endpoint: str
+    """Address to subscribe at, as the engine has bound it."""
+    replay_endpoint: str | None
+    """Address to ask for replays; ``None``: there are none."""
+    topic: str
+
+
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes must know of a loaded engine."""
 
     deployment_root: bytes | None
     """Deployment part of the root key; ``None``: nothing is shared between requests."""
     root_constants: dict[str, str]
-    """What the root key was made of, by name."""
+    """What the root key is made of, by name; known also where nothing is shared."""
+    root_missing: list[str] = []
+    """Why nothing is shared, in words; empty: the cache is open."""
     page_size: int
     """Slots of one KV page, in tokens."""
     num_pages: int
@@ -44,6 +57,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """As the checkpoint was named."""
     load_seconds: float
     """From the start of the process to ready."""
+    event_sources: list[EventSource] = []
+    """Where its KV events are; empty: it publishes none."""
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +102,8 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     job_id: int
     request_id: str
     """Ids of the prepared requests begin with this."""
-    route: Route
+    route: Route | None
+    """``None``: the one that the body's fields are for."""
     body: bytes
     """The HTTP body as it came."""
 
@@ -135,6 +151,29 @@ class AbortRequests(Message, frozen=True, kw_only=True, tag="abort"):
     request_ids: list[str]
 
 
+class Question(Message, frozen=True, kw_only=True):
+    """Base of what wants one answer with the same number."""
+
+    call_id: int
+
+
+class ExplainPrompt(Question, frozen=True, kw_only=True, tag="explain_prompt"):
+    """Ask how much of a prompt could be reused now; it is not run."""
+
+    request: bytes
+    """A ``PreparedRequest`` in MessagePack."""
+
+
+class ExplainRequest(Question, frozen=True, kw_only=True, tag="explain_request"):
+    """Ask what a request that started lately could reuse then."""
+
+    request_id: str
+
+
+class ResetCache(Question, frozen=True, kw_only=True, tag="reset_cache"):
+    """Forget everything kept for reuse, in every tier."""
+
+
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
     """Ask for a sign of life."""
 
@@ -167,6 +206,32 @@ class StepDone(Message, frozen=True, kw_only=True, tag="step_done"):
     stats: EngineStats | None = None
 
 
+class Answer(Message, frozen=True, kw_only=True):
+    """Base of the answers to questions."""
+
+    call_id: int
+
+
+class Explained(Answer, frozen=True, kw_only=True, tag="explained"):
+    """Answers both kinds of explaining."""
+
+    report: ReuseReport | None
+    """``None``: nothing is known of the request."""
+
+
+class CacheReset(Answer, frozen=True, kw_only=True, tag="cache_reset"):
+    """Everything kept for reuse is gone."""
+
+    num_pages: int
+    """Pages that went, each tier's by themselves."""
+
+
+class Refused(Answer, frozen=True, kw_only=True, tag="refused"):
+    """A question that asked for something impossible."""
+
+    error: ErrorInfo
+
+
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """A sign of life."""
 
@@ -185,8 +250,15 @@ class LoadFailed(Message, frozen=True, kw_only=True, tag="load_failed"):
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """End, after the message in hand."""
 
+    grace: float = 0.0
+    """Time for putting away what is to outlive the process, in seconds."""
+
 
 ToWorker = Configure | Prepare | Shutdown
 FromWorker = WorkerReady | Prepared | PrepareFailed | LoadFailed
-ToEngine = AddRequests | AbortRequests | Ping | Shutdown
-FromEngine = LoadProgress | EngineReady | StepDone | Pong | LoadFailed
+ToEngine = (
+    AddRequests | AbortRequests | ExplainPrompt | ExplainRequest | ResetCache | Ping | Shutdown
+)
+FromEngine = (
+    LoadProgress | EngineReady | StepDone | Explained | CacheReset | Refused | Pong | LoadFailed
+)

@@ -7,11 +7,20 @@ from hypothesis import given, settings, strategies as st
 from mstar.engine.engine import EngineCore
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
-from mstar.engine.resources.kv.keys import chain, page_items
+from mstar.engine.resources.kv.explain import ReuseReport, shut
+from mstar.engine.resources.kv.keys import PageItem, chain, page_items
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spans import Span, pairs
 from mstar.models.toy import toy_model
-from mstar.preprocess.explain import Explanation, Subject, explain, find_in_chat
+from mstar.preprocess.explain import (
+    Difference,
+    Explanation,
+    Stop,
+    Subject,
+    explain,
+    find_in_chat,
+    from_report,
+)
 from mstar.preprocess.pages import pages_of
 from mstar.preprocess.prompt import request_root
 from tests.oracles import keys as oracle
@@ -340,3 +349,52 @@ def test_no_salt_is_another_tenant_than_any_salt() -> None:
     """A salt that is spelled like the absence of one once shared its pages with everybody."""
     salts = (None, "None", "null", "none", " ", "0", "False")
     assert len({request_root(b"deployment", salt) for salt in salts}) == len(salts)
+
+
+def report(**fields: Any) -> ReuseReport:
+    """Return a live engine's report; pages of 4."""
+    numbers = {"num_prompt_tokens": 20, "num_matched_tokens": 8, "page_size": PAGE, "slot": 8}
+    tiers = {"device": 4, "host": 4, "disk": 0}
+    return ReuseReport(**({"by_tier": tiers, "reason": "never_seen"} | numbers | fields))
+
+
+def test_a_live_report_keeps_its_numbers_tiers_and_reason() -> None:
+    found = from_report(report())
+    assert (found.num_prompt_tokens, found.num_matched_tokens, found.pages) == (20, 8, 2)
+    assert found.by_tier == {"device": 4, "host": 4, "disk": 0}
+    assert found.stopped == Stop(page=2, slot=8, reason="never_seen")
+    evicted = from_report(report(reason="evicted", evicted_seconds=1.5)).stopped
+    assert (evicted.reason, evicted.evicted_at, evicted.differs) == ("evicted", 1.5, None)
+    closed = from_report(shut(20, PAGE))
+    assert (closed.stopped.reason, closed.num_matched_tokens, closed.pages) == ("shut", 0, 0)
+
+
+def test_a_live_report_of_another_token_has_both_with_their_texts() -> None:
+    told = report(reason="differs", slot=10, before=[8, 9], own=[3, 4], other=[5])
+    stopped = from_report(told, lambda ids: "".join(map(str, ids))).stopped
+    assert (stopped.page, stopped.slot) == (2, 10)
+    assert stopped.differs == Difference(
+        field="token", a="5", b="3", a_text="5", b_text="34", before="89"
+    )
+
+
+def test_a_live_report_of_items_names_the_first_field_that_differs() -> None:
+    same = PageItem(0, 2, 6, b"\xaa" * 32)
+    other_start = PageItem(1, 0, 6, b"\xaa" * 32)
+    other_digest = PageItem(0, 2, 6, b"\xbb" * 32)
+    longer = PageItem(0, 2, 7, b"\xbb" * 32)
+    expected = {
+        other_start: ("start", "9", "6", []),
+        other_digest: ("digest", "bb" * 32, "aa" * 32, []),
+        longer: ("length", "7", "6", ["digest"]),
+    }
+    for other, (name, a, b, others) in expected.items():
+        told = report(reason="differs", own=[0], other=[0], own_item=same, other_item=other)
+        differs = from_report(told).stopped.differs
+        assert differs is not None
+        assert (differs.field, differs.name, differs.a, differs.b) == ("item", name, a, b)
+        assert differs.others == others
+    told = report(reason="differs", own=[0], other=[7], own_item=same)
+    differs = from_report(told).stopped.differs
+    assert differs is not None
+    assert (differs.field, differs.a, differs.b) == ("layout", "token 7", "item of 6 slots")

@@ -98,7 +98,7 @@ class ServerProcess:
         raise AssertionError(f"no {pattern!r} in {seconds} s:\n{self.log}")
 
     def wait_bound(self) -> "ServerProcess":
-        self.url = self.wait_for(r"mstar .* serves .* at (http://\S+)")[1]
+        self.url = self.wait_for(r"listening at (http://\S+), not ready yet")[1]
         return self
 
     def wait_ready(self) -> "ServerProcess":

@@ -54,3 +54,46 @@ def test_two_servers_in_a_process_do_not_share_a_registry() -> None:
     one.finished("stop")
     assert b'finished_reason="stop",model_name="m"} 1.0' in one.render()
     assert b'finished_reason="stop",model_name="m"} 1.0' not in two.render()
+
+
+def tiers(metrics: Metrics, name: str) -> list[float]:
+    lines = metrics.render().decode().splitlines()
+    found = {
+        line.partition('tier="')[2].partition('"')[0]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(f"mstar:{name}{{")
+    }
+    assert set(found) == {"device", "host", "disk"}
+    return [found[tier] for tier in ("device", "host", "disk")]
+
+
+def test_reuse_is_counted_by_tier_and_over_restarts_of_the_engine() -> None:
+    metrics = Metrics("m", lambda: 0)
+    assert tiers(metrics, "prefix_cache_hits_by_tier_total") == [0, 0, 0]
+    assert tiers(metrics, "prefix_cache_pages") == [0, 0, 0]
+    hits = {"prefix_hits_device": 32, "prefix_hits_host": 16, "prefix_hits_disk": 8}
+    pages = {"num_pages_cached": 7, "num_pages_host": 5, "num_pages_disk": 3}
+    metrics.update(stats(prefix_hits=56, **hits, **pages))
+    assert tiers(metrics, "prefix_cache_hits_by_tier_total") == [32, 16, 8]
+    assert sum(tiers(metrics, "prefix_cache_hits_by_tier_total")) == sample(
+        metrics, "prefix_cache_hits_total"
+    )
+    assert tiers(metrics, "prefix_cache_pages") == [7, 5, 3]
+    metrics.engine_died()
+    assert tiers(metrics, "prefix_cache_pages") == [0, 0, 0]
+    metrics.engine_ready(FACTS)
+    metrics.update(stats(prefix_hits_disk=4))
+    assert tiers(metrics, "prefix_cache_hits_by_tier_total") == [32, 16, 12]
+
+
+def test_what_reuse_lost_or_spared_is_counted() -> None:
+    metrics = Metrics("m", lambda: 0)
+    fields = {
+        "num_evictions": "prefix_cache_evictions_total",
+        "num_pages_broken": "prefix_cache_pages_broken_total",
+        "num_encoder_hits": "encoder_cache_hits_total",
+        "num_events_lost": "kv_events_lost_total",
+    }
+    assert [sample(metrics, name) for name in fields.values()] == [0] * 4
+    metrics.update(stats(**{field: 3 + place for place, field in enumerate(fields)}))
+    assert [sample(metrics, name) for name in fields.values()] == [3, 4, 5, 6]

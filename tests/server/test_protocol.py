@@ -1,6 +1,7 @@
 """Bodies to requests, and everything that is wrong with bodies, without a server."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mstar.server.protocol import (
     ParsedRequest,
     ProtocolRules,
     parse,
+    route_of,
 )
 from mstar.transport.messages import Route
 
@@ -213,3 +215,57 @@ def test_no_bytes_at_all_give_another_error_than_a_clear_one(body: bytes) -> Non
     with pytest.raises(ApiError) as caught:
         parse("chat", body, RULES)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("control", "seconds"),
+    [
+        (None, 0.0),
+        ({"type": "ephemeral"}, 300.0),
+        ({"type": "ephemeral", "ttl": None}, 300.0),
+        ({"type": "ephemeral", "ttl": "30s"}, 30.0),
+        ({"type": "ephemeral", "ttl": "5m"}, 300.0),
+        ({"type": "ephemeral", "ttl": "1h"}, 3600.0),
+        ({"type": "ephemeral", "ttl": 90}, 90.0),
+        ({"type": "ephemeral", "ttl": 0.5}, 0.5),
+        ({"type": "persistent"}, math.inf),
+    ],
+)
+def test_a_retention_hint_is_a_number_of_seconds(control: Any, seconds: float) -> None:
+    assert chat(cache_control=control).retain_seconds == seconds
+    assert complete(cache_control=control).retain_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("control", "named"),
+    [
+        ({"type": "forever"}, "'forever'"),
+        ({"type": "ephemeral", "ttl": "5 minutes"}, "'5 minutes'"),
+        ({"type": "ephemeral", "ttl": "m"}, "'m'"),
+        ({"type": "ephemeral", "ttl": "0s"}, "'0s'"),
+        ({"type": "ephemeral", "ttl": "999999999h"}, "'999999999h'"),
+        ({"type": "ephemeral", "ttl": 0}, "0"),
+        ({"type": "ephemeral", "ttl": -1}, "-1"),
+        ({"type": "ephemeral", "ttl": 1e300}, "1e+300"),
+        ({"type": "persistent", "ttl": "5m"}, "ttl"),
+        ({"type": "ephemeral", "ttl": True}, "ttl"),
+        ({"type": "ephemeral", "scope": "all"}, "scope"),
+        ({"ttl": "5m"}, "type"),
+        ("ephemeral", "cache_control"),
+    ],
+)
+def test_a_bad_retention_hint_is_named(control: Any, named: str) -> None:
+    error = refusal(cache_control=control)
+    assert (error.status, error.error.param) == (400, "cache_control")
+    assert named in error.error.message
+
+
+def test_the_route_of_a_body_shows_in_its_fields() -> None:
+    assert route_of(b'{"messages": []}') == "chat"
+    assert route_of(b'{"prompt": "a"}') == "completion"
+    for body, word in ((b"{}", "neither"), (b'{"prompt": "a", "messages": []}', "both")):
+        with pytest.raises(ApiError, match=word) as caught:
+            route_of(body)
+        assert caught.value.status == 400
+    with pytest.raises(ApiError, match="JSON"):
+        route_of(b"[")

@@ -9,6 +9,7 @@ import pytest
 from mstar.engine.output import ErrorInfo, RequestOutput
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.sampler.config import SamplingParams, TokenLogprobs
+from mstar.engine.resources.spans import Span
 from mstar.transport.messages import FromEngine, StepDone, ToEngine
 
 
@@ -21,7 +22,7 @@ def test_a_prepared_request_survives_the_wire() -> None:
         ),
         page_keys=[b"\0" * 32],
         root=b"\xff" * 32,
-        spans=[(2, None), (1, b"d")],
+        spans=[Span(2), Span(1, b"d")],
     )
     blob = msgspec.msgpack.encode(request)
     assert msgspec.msgpack.decode(blob, type=PreparedRequest) == request
