@@ -20,6 +20,7 @@ LIGHT = [
     "mstar.engine.batch",
     "mstar.engine.model",
     "mstar.engine.scheduler",
+    "mstar.engine.root",
     "mstar.models",
     "mstar.cli",
     f"{RESOURCES}.base",
@@ -27,6 +28,10 @@ LIGHT = [
     f"{RESOURCES}.step",
     f"{RESOURCES}.kv.keys",
     f"{RESOURCES}.kv.config",
+    f"{RESOURCES}.spans",
+    f"{RESOURCES}.encoder.config",
+    f"{RESOURCES}.kv.events",
+    f"{RESOURCES}.kv.history",
     f"{RESOURCES}.kv.pages",
     f"{RESOURCES}.kv.prefix",
     f"{RESOURCES}.attention.config",
@@ -73,7 +78,7 @@ def test_exported_names_are_these() -> None:
 def test_every_resource_is_a_folder_with_a_config_and_a_manager() -> None:
     folders = [path for path in (PACKAGE / "engine" / "resources").iterdir() if path.is_dir()]
     names = {path.name for path in folders} - {"__pycache__"}
-    assert names == {"kv", "position", "attention", "sampler"}
+    assert names == {"kv", "position", "attention", "encoder", "sampler"}
     for name in names:
         files = {path.name for path in (PACKAGE / "engine" / "resources" / name).iterdir()}
         assert {"__init__.py", "config.py", "manager.py"} <= files, name

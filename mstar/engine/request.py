@@ -19,7 +19,7 @@ class Array(msgspec.Struct, frozen=True):
     """A tensor as it crosses processes."""
 
     dtype: str
-    """Name of a numpy dtype, with its byte order."""
+    """Name of a numpy dtype; its byte order is the machine's."""
     shape: tuple[int, ...]
     data: bytes
     """Elements in C order."""

@@ -1,3 +1,4 @@
+import random
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from mstar.engine.graph import Graph, Loop, Run, Sequential
 from mstar.engine.request import PreparedRequest, Request, RequestStatus
 from mstar.engine.resources.base import Refusal
 from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.engine.resources.spans import Span
 from mstar.engine.scheduler import Scheduler
 from mstar.models.base import text_graph
+from mstar.models.toy_items import toy_item_model
+from tests.laws.harness import Bench, Picture, Prompt, prompt
 
 PAGE_SIZE = 4
 
@@ -375,3 +379,350 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+class SharingGate(WatchfulGate):
+    """Requests begin alike, each as far as it says; what one computes the others take over."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages, 0)
+        self.shared: dict[str, int] = {}
+        """Tokens of each prompt that it has in common with all that have as many."""
+        self.known = 0
+        """Tokens of the common beginning that are there to be taken over."""
+
+    def look(self) -> None:
+        for name, request in self.running.items():
+            self.known = max(self.known, min(request.num_computed_tokens, self.shared[name]))
+
+    def catch_up(self, request: Request) -> bool:
+        self.look()
+        end = min(self.shared[request.request_id], len(request.tokens) - 1)
+        found = min(self.known, end)
+        request.num_computed_tokens = max(request.num_computed_tokens, found)
+        if request.num_computed_tokens >= end:
+            return False
+        # Those that were opened before compute what both need.
+        for name, other in self.running.items():
+            if other is request:
+                return False
+            if request.num_computed_tokens <= other.num_computed_tokens < self.shared[name]:
+                return True
+        raise AssertionError(f"{request.request_id} does not run")
+
+
+class SharingMachine(SchedulerMachine):
+    """The same over requests that wait while another computes what they need."""
+
+    @initialize(
+        num_pages=st.integers(4, 14), max_num_seqs=st.integers(2, 5), budget=st.integers(1, 12)
+    )
+    def start(self, num_pages: int, max_num_seqs: int, budget: int) -> None:
+        self.sharing = SharingGate(num_pages)
+        self.gate = self.sharing
+        self.max_num_seqs, self.budget = max_num_seqs, budget
+        self.scheduler = Scheduler(
+            self.gate, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+        self.alive: dict[str, Request] = {}
+        self.number = 0
+
+    @rule(num_prompt=st.integers(1, 30), max_tokens=st.integers(1, 9), shared=st.integers(0, 30))
+    def add_sharing(self, num_prompt: int, max_tokens: int, shared: int) -> None:
+        self.sharing.shared[f"r{self.number}"] = min(shared, num_prompt)
+        self.add(num_prompt, max_tokens)
+
+    @rule(num_prompt=st.integers(1, 30), max_tokens=st.integers(1, 20))
+    def add(self, num_prompt: int, max_tokens: int) -> None:
+        self.sharing.shared.setdefault(f"r{self.number}", 0)
+        super().add(num_prompt, max_tokens)
+
+    @rule()
+    def forget(self) -> None:
+        """What nobody runs on is evicted, or all of it is reset."""
+        self.sharing.known = 0
+
+
+TestSharingMachine = SharingMachine.TestCase
+TestSharingMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_request_that_waits_for_another_gets_no_tokens_and_then_all_it_computed() -> None:
+    gate = SharingGate(100)
+    gate.shared = {"r0": 12, "r1": 12, "r2": 0}
+    scheduler = Scheduler(gate, max_num_seqs=8, max_num_batched_tokens=8)
+    requests = [request_of(number, 14, 3) for number in range(3)]
+    for request in requests:
+        gate.queue[request.request_id] = request
+        scheduler.add(request)
+    batches = []
+    for _ in range(3):
+        batch, _ = scheduler.schedule()
+        batches.append(spans(batch))
+        assert batch is not None
+        serve(scheduler, batch)
+    # The one that waits keeps nobody from the rest of the budget.
+    assert batches == [{"r0": 8}, {"r0": 6, "r2": 2}, {"r0": 1, "r1": 2, "r2": 5}]
+
+
+def test_request_goes_on_by_itself_when_the_one_that_it_waited_for_is_gone() -> None:
+    gate = SharingGate(100)
+    gate.shared = {"r0": 12, "r1": 12}
+    scheduler = Scheduler(gate, max_num_seqs=8, max_num_batched_tokens=5)
+    requests = [request_of(number, 14, 3) for number in range(2)]
+    for request in requests:
+        gate.queue[request.request_id] = request
+        scheduler.add(request)
+    for _ in range(2):
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        serve(scheduler, batch)
+        assert set(spans(batch)) == {"r0"}
+    gate.look()
+    gate.is_ending = True
+    scheduler.remove(requests[0])
+    assert spans(scheduler.schedule()[0]) == {"r1": 4}
+    assert requests[1].num_computed_tokens == 10
+
+
+def test_two_requests_never_wait_for_each_other() -> None:
+    """One waits for a picture's end that a third was to compute, and names what follows it.
+
+    When the third is gone, a new request once named the picture's end, waited for what follows,
+    and was waited for.
+    """
+    bench = Bench(toy_item_model())
+    one, two, three = (Picture(seed, 1) for seed in range(3))
+    bench.add("decodes", prompt(1, 3), max_tokens=20)
+    bench.step()
+    bench.add("third", [one, three, *prompt(5, 5)])
+    bench.add("first", [one, two, *prompt(6, 5)])
+    bench.step()
+    bench.engine.abort("third")
+    del bench.answers["third"]
+    bench.add("second", [one, two, *prompt(6, 5)])
+    answers = bench.drain(60)
+    assert answers["first"].token_ids == answers["second"].token_ids
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_that_begin_alike_all_end_whoever_is_aborted(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(toy_item_model(), num_pages=30, max_num_seqs=5, max_num_batched_tokens=8)
+    tiny = [Picture(n, 1 + n % 2) for n in range(3)]
+    for number in range(14):
+        parts: Prompt = [
+            *rng.choices(tiny, k=rng.randrange(1, 4)),
+            *prompt(rng.randrange(2), rng.randrange(1, 7)),
+        ]
+        bench.add(str(number), parts, max_tokens=rng.randrange(1, 6))
+        for _ in range(rng.randrange(4)):
+            bench.step()
+        if rng.random() < 0.4:
+            name = rng.choice(list(bench.answers))
+            if bench.engine.abort(name):
+                del bench.answers[name]
+    answers = bench.drain(300)
+    assert all(answer.finish_reason == "length" for answer in answers.values())
+
+
+class EncodingGate(CountingGate):
+    """Outputs of an encoder as bare names; there is room for all of them."""
+
+    def __init__(self, num_pages: int = 1000) -> None:
+        super().__init__(num_pages)
+        self.outputs: set[bytes] = set()
+
+    def next_encoder(self, request: Request, budget: int) -> str | None:
+        while (item := request.next_item(budget)) is not None:
+            if item.name not in self.outputs:
+                return "encoder"
+            item.is_encoded = True
+        return None
+
+
+def reader_of(number: int, layout: list[Span], max_tokens: int = 5) -> Request:
+    num_slots = sum(span.length for span in layout)
+    return Request(
+        PreparedRequest(
+            request_id=f"r{number}",
+            token_ids=[5] * num_slots,
+            params=SamplingParams(),
+            spans=layout,
+            inputs=[{} for span in layout if span.digest is not None],
+            root=b"root",
+        ),
+        text_graph("node").cursor("prefill"),
+        max_len=num_slots + max_tokens,
+        stop_token_ids=frozenset(),
+        arrival=number,
+    )
+
+
+def picture_of(length: int, number: int, is_whole: bool = True) -> Span:
+    return Span(length, number.to_bytes(32, "big"), None, is_whole, "picture")
+
+
+class ItemBench:
+    """A scheduler over an encoder and a decoder, and the rules that every batch keeps."""
+
+    def __init__(self, budget: int, max_num_seqs: int = 8) -> None:
+        self.gate = EncodingGate()
+        self.budget = budget
+        self.scheduler = Scheduler(
+            self.gate,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            encoders={"encoder"},
+        )
+
+    def step(self) -> Batch | None:
+        batch, rejected = self.scheduler.schedule()
+        assert not rejected
+        self.scheduler.check()
+        if batch is None:
+            return None
+        if batch.node == "encoder":
+            names = [item.name for item in batch.items]
+            assert len(set(names)) == len(names), "an item is encoded twice"
+            assert 0 < sum(item.span.length for item in batch.items) <= self.budget
+            assert self.gate.outputs.isdisjoint(names), "an item is encoded again"
+            self.gate.outputs.update(names)
+            return batch
+        assert 0 < sum(segment.span for segment in batch.segments) <= self.budget
+        for request, segment in zip(batch.requests, batch.segments, strict=True):
+            start = request.num_computed_tokens
+            stop = start + segment.span
+            for item in request.items:
+                if start < item.stop and item.start < stop:
+                    assert item.is_encoded, f"{request.request_id} reads what nobody encoded"
+                    is_cut = not start <= item.start < item.stop <= stop
+                    assert not (is_cut and item.span.is_whole), f"{item.span} is cut"
+        serve(self.scheduler, batch)
+        return batch
+
+
+def test_whole_item_that_needs_the_budget_waits_for_no_decode_to_end() -> None:
+    bench = ItemBench(budget=8)
+    for number in range(4):
+        bench.scheduler.add(request_of(number, 1, 40))
+    assert spans(bench.step()) == {f"r{number}": 1 for number in range(4)}
+    bench.scheduler.add(reader_of(4, [Span(2), picture_of(7, 1), Span(1)]))
+    steps = [bench.step() for _ in range(5)]
+    assert [batch.node for batch in steps if batch] == ["node", "encoder", "node", "node", "node"]
+    found = [spans(batch) for batch in steps if batch and batch.node == "node"]
+    decodes = {f"r{number}": 1 for number in range(4)}
+    # The new one comes in, its ids go beside the decodes, and its item in place of some.
+    assert found == [decodes, decodes | {"r4": 2}, {"r0": 1, "r4": 7}, decodes | {"r4": 1}]
+
+
+def test_decodes_wait_for_one_item_at_a_time() -> None:
+    """Items as large as a step, one after the other, once kept all others from their tokens."""
+    bench = ItemBench(budget=6)
+    for number in range(2):
+        bench.scheduler.add(request_of(number, 1, 40))
+    bench.step()
+    layout = [picture_of(6, number) for number in range(5)]
+    bench.gate.outputs.update(item.name for item in reader_of(9, layout).items)
+    bench.scheduler.add(reader_of(2, [*layout, Span(1)]))
+    found = [spans(bench.step()) for _ in range(11)]
+    decodes = {"r0": 1, "r1": 1}
+    assert found == [decodes, *[{"r2": 6}, decodes] * 4, {"r2": 6}, decodes | {"r2": 1}]
+
+
+def test_encoder_and_decoder_take_turns_while_both_are_waited_for() -> None:
+    bench = ItemBench(budget=6)
+    bench.scheduler.add(request_of(0, 1, 40))
+    bench.step()
+    for number in range(1, 5):
+        layout = [picture_of(5, 10 * number + n) for n in range(2)]
+        bench.scheduler.add(reader_of(number, [*layout, Span(1)]))
+    bench.step()
+    served = []
+    for _ in range(16):
+        batch = bench.step()
+        assert batch is not None
+        served.append(batch.node)
+    assert served == ["encoder", "node"] * 8
+
+
+def test_items_are_encoded_together_as_many_as_a_step_holds_and_none_twice() -> None:
+    bench = ItemBench(budget=10)
+    for number, item in enumerate([1, 2, 1, 3]):
+        bench.scheduler.add(reader_of(number, [picture_of(4, item), Span(1)]))
+    encoded = []
+    for _ in range(8):
+        batch = bench.step()
+        if batch is not None and batch.node == "encoder":
+            encoded.append([request.request_id for request in batch.requests])
+    assert encoded[0][0] == "r0"
+    assert sorted(name for names in encoded for name in names) == ["r0", "r1", "r3"]
+
+
+class ItemMachine(RuleBasedStateMachine):
+    """Prompts with items come and go; the oldest request gets on all the time."""
+
+    @initialize(max_num_seqs=st.integers(1, 4), more=st.integers(0, 6))
+    def start(self, max_num_seqs: int, more: int) -> None:
+        self.budget = max_num_seqs + more
+        self.bench = ItemBench(self.budget, max_num_seqs)
+        self.alive: list[Request] = []
+        self.number = 0
+
+    @rule(
+        parts=st.lists(
+            st.tuples(st.integers(1, 6), st.sampled_from([None, 0, 1, 2, 3]), st.booleans()),
+            max_size=5,
+        ),
+        max_tokens=st.integers(1, 8),
+    )
+    def add(self, parts: list[tuple[int, int | None, bool]], max_tokens: int) -> None:
+        layout = [
+            Span(length)
+            if item is None
+            else picture_of(min(length, self.budget), 100 * length + item, is_whole)
+            for length, item, is_whole in parts
+        ]
+        request = reader_of(self.number, [*layout, Span(1)], max_tokens)
+        self.number += 1
+        self.alive.append(request)
+        self.bench.scheduler.add(request)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        request = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
+        self.bench.scheduler.remove(request)
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def oldest_gets_on(self) -> None:
+        """Either node is served every second step, and an item pushes decodes back but once."""
+        oldest = self.alive[0]
+
+        def progress() -> tuple[object, ...]:
+            encoded = [item.is_encoded for item in oldest.items]
+            return oldest.status, len(oldest.tokens), oldest.num_computed_tokens, encoded
+
+        before = progress()
+        for _ in range(4):
+            self.one_step()
+        assert progress() != before, f"{oldest.request_id} stands still"
+
+    def one_step(self) -> None:
+        assert (self.bench.step() is None) == (not self.alive)
+        self.alive = [r for r in self.alive if r.status is not RequestStatus.FINISHED]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        steps, bound = 0, 50 + 10 * sum(request.max_len for request in self.alive)
+        while self.alive:
+            self.one_step()
+            steps += 1
+            assert steps < bound, f"{len(self.alive)} requests after {steps} steps"
+        assert self.bench.step() is None
+
+
+TestItemMachine = ItemMachine.TestCase
+TestItemMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

@@ -48,9 +48,10 @@ class Picture:
             features,
             kind=KIND,
             processor=b"toy",
-            parameters={"is_whole": self.is_whole},
+            parameters={},
             length=self.length,
             advance=self.advance,
+            is_whole=self.is_whole,
         )
         span = Span(self.length, digest, self.advance, self.is_whole, KIND)
         return PromptItem(span, {"features": array_of(features)})

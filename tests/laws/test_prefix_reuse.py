@@ -1,6 +1,8 @@
 """Reuse changes what is computed, never what is answered."""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,3 +148,37 @@ def test_counters_say_what_was_reused(model: DecoderModel) -> None:
     assert (stats.prefix_queries, stats.prefix_hits) == (42, 20)
     assert (stats.prompt_tokens, stats.cached_tokens) == (42, 20)
     assert stats.generation_tokens == 24
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "both"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_that_come_back_from_tiers_change_no_answer(
+    model: DecoderModel, tier: str, seed: int, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    stems = [prompt(stem, 18) for stem in range(4)]
+    numbers: dict[str, Any] = {"disk_cache_dir": str(tmp_path)}
+    if tier != "disk":
+        numbers["host_cache_bytes"] = 1 << 16
+    if tier != "host":
+        numbers["disk_cache_bytes"] = 1 << 24
+    expected: dict[str, Answer] = {}
+    for life in range(2):
+        bench = Bench(model, num_pages=14, max_num_seqs=3, **numbers)
+        for number in range(10):
+            name = f"{life}.{number}"
+            ids = rng.choice(stems) + prompt(number, rng.randrange(1, 9))
+            bench.add(name, ids, max_tokens=4)
+            expected[name] = ask(model, ids, max_tokens=4)
+            for _ in range(rng.randrange(9)):
+                bench.step()
+        for name, answer in bench.drain().items():
+            assert_same(answer, expected[name])
+        stats = bench.engine.stats()
+        assert stats.num_evictions > 0
+        found = {"host": stats.prefix_hits_host, "disk": stats.prefix_hits_disk}
+        assert stats.prefix_hits == stats.prefix_hits_device + sum(found.values())
+        if life == 1 and tier != "host":
+            # The first life's pages are on disk, and the second began with none of its own.
+            assert found["disk"] > 0
+        bench.engine.close()

@@ -68,6 +68,7 @@ def test_fingerprint_follows_the_bytes_and_not_the_names(
 ) -> None:
     cache = tmp_path / "cache"
     first = open_checkpoint(_folder(tmp_path / "a")).fingerprint(cache)
+    assert first is not None
     assert len(first) == 32
     assert open_checkpoint(_folder(tmp_path / "b")).fingerprint(cache) == first
     renamed = _folder(tmp_path / "c")

@@ -71,6 +71,8 @@ class Deployment:
     """Slots of encoder outputs that are kept at once; 0 takes ``max_num_batched_tokens``."""
     cuda_graphs: bool = True
     """Record decode steps at start and replay them, where device and backend can."""
+    overlap: bool = True
+    """Launch a recorded step before the tokens of the one before it are read, where that can be."""
 
 
 class Naming:
@@ -131,7 +133,7 @@ class Resource(ABC):
     capacity: int | None = None
     """Tokens it can hold of all streams together; ``None``: no bound."""
     revision: int = 0
-    """Counts changes, commits left out, after which plans made ahead are wrong."""
+    """Counts changes of open streams, commits left out, after which plans made ahead are wrong."""
 
     @classmethod
     @abstractmethod
@@ -251,8 +253,9 @@ class Resource(ABC):
             segments: At most ``size``, of one token each.
             step: What the node asks for.
             plans: As for ``plan``, from this method.
-            ahead: 1 plans the step after the next commit of these same segments; that plan holds
-                while ``revision`` stays, and is ``None`` where it would raise.
+            ahead: 1 plans the step after the next commit of these same segments, and is ``None``
+                where that cannot be known or would raise. The step runs before that commit, and
+                counts while ``revision`` stays; streams that close meanwhile never commit it.
         """
         return None
 

@@ -149,6 +149,7 @@ class EncoderManager(OutputStore):
         for item in step.made:
             assert self._plan is not None, "a step commits before it is planned"
             self._outputs[item.name] = self._plan.made[item.name]
+            self._outputs.move_to_end(item.name)
             self._stale.discard(item.name)
         self._plan = None
         for item in step.done:

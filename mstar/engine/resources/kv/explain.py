@@ -78,19 +78,20 @@ def explain(
     slot = matched
     other: list[Cell] = []
     other_items: Sequence[PageItem] = ()
-    evicted_at = None if stop > num_prompt else history.evicted_at(keys.key(page), when)
+    # A page that ends with the prompt is not looked for: its last token has to be computed.
+    evicted_at = None if stop >= num_prompt else history.evicted_at(keys.key(page), when)
     own = _cells(*keys.content(page), page_size)[: num_prompt - start]
     if evicted_at is not None:
         reason = "evicted"
     else:
-        for ids, items in history.siblings(keys.parent(page), when):
+        for ids, items in history.siblings(keys.opening, keys.parent(page), when):
             cells = _cells(ids, items, page_size)
             common = _num_common(own, cells)
-            if common < len(own) and (not other or start + common > slot):
+            if common < len(own) and start + common >= slot + bool(other):
                 reason, slot, other, other_items = "differs", start + common, cells, items
             elif common == len(own) and stop > num_prompt - 1:
                 # All of it is there, and its last token has to be computed.
-                reason, other = "end", []
+                reason, slot, other, other_items = "end", matched, [], ()
                 break
         if reason == "never_seen" and matched >= num_prompt - 1:
             reason = "end"

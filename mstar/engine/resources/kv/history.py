@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
+from mstar.engine.resources.base import Opening
 from mstar.engine.resources.kv.keys import PageItem
 from mstar.engine.resources.kv.stream import StreamKeys
 
@@ -54,13 +55,13 @@ class PageHistory:
         evicted_at = self._evicted_at.get(key)
         return evicted_at if evicted_at is not None and evicted_at <= before else None
 
-    def siblings(self, parent: bytes, before: float) -> Iterator[Content]:
-        """Yield full pages that streams, opened before a time, wrote behind ``parent``.
+    def siblings(self, asker: Opening, parent: bytes, before: float) -> Iterator[Content]:
+        """Yield full pages that other streams, opened before a time, wrote behind ``parent``.
 
         The last stream's page comes first.
         """
         for opened_at, _, keys in reversed(self._streams):
-            if opened_at <= before:
+            if opened_at <= before and keys.opening is not asker:
                 number = keys.place_behind(parent)
                 if number is not None and number < keys.num_indexed:
                     yield keys.content(number)

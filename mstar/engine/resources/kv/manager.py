@@ -17,16 +17,17 @@ from mstar.engine.resources.base import (
 )
 from mstar.engine.resources.kv.cache import PagedKVCache
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
-from mstar.engine.resources.kv.events import Event, EventLog, Medium
+from mstar.engine.resources.kv.events import Event, Medium
 from mstar.engine.resources.kv.explain import ReuseReport, explain, shut
 from mstar.engine.resources.kv.history import PageHistory
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
+from mstar.engine.resources.kv.news import IndexNews
 from mstar.engine.resources.kv.offload import Offload, open_tiers
 from mstar.engine.resources.kv.pages import PagePool
 from mstar.engine.resources.kv.prefix import Cut, PrefixIndex
-from mstar.engine.resources.kv.stream import StreamKeys, placed
+from mstar.engine.resources.kv.rows import Rows, make_rows
+from mstar.engine.resources.kv.stream import StreamKeys
 from mstar.engine.resources.kv.table import PageTable
-from mstar.engine.resources.kv.tiers.base import Change
 from mstar.engine.resources.kv.tiers.stack import TierStack
 from mstar.engine.resources.mirror import Mirror
 from mstar.engine.resources.step import ResourceStep, Segment
@@ -42,25 +43,26 @@ class _Stream:
     keys: StreamKeys | None
     """``None``: the stream is out of reuse."""
     frontier: tuple[bytes, ...] = ()
-    """Names of what it computes next, that nobody else was about to compute."""
+    """Names of what it computes next; empty where another is about to compute a part of it."""
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The arrays of one tuple of segments, kept while the segments stay the same."""
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """What was found of a stream last; its opening asks for the same once more."""
 
-    segments: tuple[Segment, ...]
-    rows: npt.NDArray[np.int64]
-    spans: npt.NDArray[np.int64]
-    qo_lens: npt.NDArray[np.int32]
-    """The spans as plans have them."""
-    indptr: npt.NDArray[np.int32]
-    stored: npt.NDArray[np.int64]
-    """The table's, which no other segments may move while this is kept."""
-    is_decode: bool
-    """Every segment is one token."""
-    has_twins: bool
-    """Several segments belong to one stream."""
+    keys: StreamKeys
+    version: int
+    """Of the index."""
+    limit: int
+    num_tokens: int
+    pages: list[int]
+    cut: Cut | None
+
+    def holds(self, keys: StreamKeys, limit: int, version: int) -> bool:
+        """Tell whether the same is found again up to ``limit``."""
+        is_same = keys is self.keys and version == self.version
+        is_named = self.num_tokens <= keys.opening.naming.until
+        return is_same and is_named and self.num_tokens <= limit <= self.limit
 
 
 class KVManager(Resource):
@@ -102,9 +104,7 @@ class KVManager(Resource):
         max_protected = int(num_pages * deployment.retention_share)
         self.pool = PagePool(num_pages, self._forget, max_protected)
         self.history = PageHistory()
-        self._events = EventLog(self.page_size) if deployment.kv_events else None
-        self._told: dict[bytes, tuple[StreamKeys, int]] = {}
-        """Where the content of a key that consumers know is, while tiers may still have it."""
+        self._news = IndexNews(self.page_size, self.index) if deployment.kv_events else None
         self._offload: Offload | None = None
         self._deployment = deployment
         max_pages = -(-deployment.max_model_len // self.page_size)
@@ -115,8 +115,9 @@ class KVManager(Resource):
         self._frontier: dict[bytes, _Stream] = {}
         """Who is about to compute what a key names."""
         self._last_keys: StreamKeys | None = None
+        self._last_match: _Match | None = None
         self._labels: dict[str, list[str]] = {}
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
         self._fixed_slots: dict[int, Mirror] = {}
         """Memory of ``KVPlan.slots`` for each size of recorded steps."""
         self._grown: list[tuple[int, int]] = []
@@ -139,10 +140,12 @@ class KVManager(Resource):
             return
         tiers = open_tiers(self._deployment, self.resource_key, root, self.layout.page_nbytes)
         if tiers:
-            on_change = self._tier_changed if self._events is not None else None
-            stack = TierStack(tiers, on_change)
-            on_restored = self._tell_stored if self._events is not None else None
+            news = self._news
+            stack = TierStack(tiers, None if news is None else news.tier_changed)
+            on_restored = None if news is None else news.stored
             self._offload = Offload(stack, self.cache, self.pool, self.index, on_restored)
+            if news is not None:
+                news.has_tiers = True
 
     def disconnect(self, timeout: float) -> None:
         """Hand all pages to the tiers and wait for the disk."""
@@ -152,11 +155,11 @@ class KVManager(Resource):
 
     def take_events(self) -> list[Event]:
         """Return what changed in the index and the tiers since the last call."""
-        if self._events is None:
+        if self._news is None:
             return []
         if self._offload is not None:
             self._offload.tiers.poll()
-        return self._events.take()
+        return self._news.take()
 
     # A request's life.
 
@@ -171,9 +174,10 @@ class KVManager(Resource):
         self, opening: Opening, found: Mapping[str, int] | None, when: float | None = None
     ) -> ReuseReport:
         """Return how much of a prompt is here, by tier, and what stops it; changes nothing."""
-        keys = self._keys_of(opening)
-        if keys is None:
+        if opening.root is None or not self.is_reuse_enabled:
             return shut(opening.num_prompt_tokens, self.page_size)
+        # A reset took the names of open streams; what they had found, they had found.
+        keys = self._keys_of(opening) or StreamKeys(opening, self.page_size)
         by_tier = {"device": 0, "host": 0, "disk": 0} | dict(found or {})
         if found is None:
             self._find(keys, by_tier)
@@ -237,15 +241,20 @@ class KVManager(Resource):
 
     def _match(self, keys: StreamKeys, limit: int) -> tuple[list[int], Cut | None]:
         """Return the pages of the longest indexed beginning, and the cut page behind them."""
+        found = self._last_match
+        if found is not None and found.holds(keys, limit, self.index.version):
+            return found.pages, found.cut
         limit = min(limit, keys.opening.naming.until)
         pages = self.index.match(keys.first(limit // self.page_size))
-        room = limit - len(pages) * self.page_size
+        num_tokens, cut = len(pages) * self.page_size, None
         for end in reversed(keys.ends(len(pages))):
-            if end <= room:
+            if num_tokens + end <= limit:
                 cut = self.index.cut(keys.end_key(len(pages), end))
                 if cut is not None:
-                    return pages, cut
-        return pages, None
+                    num_tokens += end
+                    break
+        self._last_match = _Match(keys, self.index.version, limit, num_tokens, pages, cut)
+        return pages, cut
 
     def is_pending(self, opening: Opening, start: int) -> bool:
         """Tell whether another stream is about to fill the page that ``start`` is on."""
@@ -403,7 +412,6 @@ class KVManager(Resource):
                 self.pool.protect(own, stream.opening.retain_seconds)
             self.pool.release(self._table.give_row(stream.row))
         self._rows = None
-        self.revision += 1
 
     def _forget(self, pages: list[int]) -> None:
         """Take evicted pages out of the index; the tiers may keep them."""
@@ -415,36 +423,8 @@ class KVManager(Resource):
             if names.key is not None:
                 gone.append(names.key)
                 self.history.evicted(names.key)
-        if self._events is not None:
-            self._events.removed(gone)
-
-    def _tell_stored(self, key: bytes, keys: StreamKeys, number: int) -> None:
-        """Tell that a full page can be reused from now on."""
-        assert self._events is not None, "nobody asked for events"
-        ids, items = keys.content(number)
-        parent = keys.parent(number) if number else None
-        self._events.stored(key, parent, placed(ids, items, self.page_size), items)
-        if self._offload is not None:
-            self._told[key] = (keys, number)
-
-    def _tier_changed(self, change: Change) -> None:
-        """Tell what became of full pages in a tier; a reset is told for all at once."""
-        assert self._events is not None, "nobody asked for events"
-        medium = Medium(change.medium)
-        if change.kind == "removed":
-            self._events.removed(change.keys, medium)
-            for key in change.keys:
-                if self.index.get(key) is None:
-                    self._told.pop(key, None)
-        elif change.kind == "stored":
-            for key in change.keys:
-                # Of pages that an earlier process left on disk only the name is known.
-                if key in self._told:
-                    keys, number = self._told[key]
-                    ids, items = keys.content(number)
-                    parent = keys.parent(number) if number else None
-                    slots = placed(ids, items, self.page_size)
-                    self._events.stored(key, parent, slots, items, medium)
+        if self._news is not None:
+            self._news.removed(gone)
 
     # A step's life.
 
@@ -480,7 +460,6 @@ class KVManager(Resource):
             keep = int(self._table.num_pages[row]) - count
             self.pool.release(self._table.cut(row, keep))
         self._grown = []
-        self.revision += 1
 
     def plan(
         self, segments: tuple[Segment, ...], step: ResourceStep, plans: Mapping[str, Any]
@@ -498,7 +477,7 @@ class KVManager(Resource):
             slots=torch.from_numpy(self._slots(where)).to(self.layout.device, non_blocking=True),
         )
 
-    def _slots(self, where: _Rows, ahead: int = 0) -> npt.NDArray[np.int64]:
+    def _slots(self, where: Rows, ahead: int = 0) -> npt.NDArray[np.int64]:
         """Return where each new token is written, ``[num_tokens]``."""
         table, rows, stored = self._table, where.rows, where.stored
         if ahead:
@@ -552,7 +531,7 @@ class KVManager(Resource):
             slots=slots.tensor,
         )
 
-    def _grow_ahead(self, where: _Rows, ahead: int) -> bool:
+    def _grow_ahead(self, where: Rows, ahead: int) -> bool:
         """Have pages for ``ahead`` more slots of every segment; False where that cannot be."""
         assert ahead == 1, f"{ahead} steps ahead; a segment is given one page at most"
         table = self._table
@@ -616,12 +595,11 @@ class KVManager(Resource):
                 known = page
                 index.add(key, page, parent)
                 self.pool.keep(page)
-                if self._events is not None:
-                    self._tell_stored(key, keys, number)
+                if self._news is not None:
+                    self._news.stored(key, keys, number)
             elif known != page:
                 self.pool.retain([known])
                 self._give_up(self._table.replace(row, number, known))
-                self.revision += 1
             if keys.has_items:
                 self._index_ends(keys, number, known, parent, self.page_size)
             parent = known
@@ -637,10 +615,14 @@ class KVManager(Resource):
                 self.pool.keep(page)
 
     def _move_frontier(self, stream: _Stream, names: Sequence[bytes]) -> None:
-        """Say what the stream computes next; what others said before is theirs."""
+        """Say what the stream computes next, unless another said so of a part of it.
+
+        One that waits for another is thus waited for by none, and no two wait for each other.
+        """
         for name in stream.frontier:
             del self._frontier[name]
-        stream.frontier = tuple(name for name in names if name not in self._frontier)
+        is_free = self._frontier.keys().isdisjoint(names)
+        stream.frontier = tuple(names) if is_free else ()
         self._frontier.update(dict.fromkeys(stream.frontier, stream))
 
     def usage(self) -> tuple[int, int, int]:
@@ -661,11 +643,10 @@ class KVManager(Resource):
         count = self.index.clear()
         self.pool.drop_kept()
         self.history.clear()
-        self._told.clear()
         if self._offload is not None:
             count += self._offload.clear()
-        if self._events is not None:
-            self._events.cleared()
+        if self._news is not None:
+            self._news.cleared()
         for stream in self._streams.values():
             self._index_at[stream.row] = _NEVER
             self._move_frontier(stream, ())
@@ -698,32 +679,11 @@ class KVManager(Resource):
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _rows_of(self, segments: tuple[Segment, ...]) -> _Rows:
+    def _rows_of(self, segments: tuple[Segment, ...]) -> Rows:
         if self._rows is not None and segments is self._rows.segments:
             return self._rows
-        rows = np.fromiter(
-            (self._streams[s.request_id, s.label].row for s in segments), np.int64, len(segments)
-        )
-        spans = np.fromiter((s.span for s in segments), np.int64, len(segments))
-        indptr = np.zeros(len(segments) + 1, np.int32)
-        np.cumsum(spans, out=indptr[1:])
-        stored = self._table.stored[rows]
-        has_twins = len(set(rows.tolist())) < len(rows)
-        if has_twins:
-            ends: dict[int, int] = {}
-            for i, row in enumerate(rows.tolist()):
-                stored[i] = ends.get(row, stored[i])
-                ends[row] = int(stored[i] + spans[i])
-        self._rows = _Rows(
-            segments,
-            rows,
-            spans,
-            spans.astype(np.int32),
-            indptr,
-            stored,
-            bool((spans == 1).all()) and not has_twins,
-            has_twins,
-        )
+        owners = [self._streams[segment.request_id, segment.label].row for segment in segments]
+        self._rows = make_rows(segments, owners, self._table)
         return self._rows
 
 

@@ -30,6 +30,8 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
+        self.version = 0
+        """Counts changes."""
         self._page: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._parent: dict[int, int | None] = {}
@@ -71,6 +73,7 @@ class PrefixIndex:
         """
         assert key not in self._page, f"key {key.hex()} is indexed already"
         assert page not in self._key, f"page {page} is indexed already"
+        self.version += 1
         known = self._parent.setdefault(page, parent)
         assert known == parent, (page, known, parent)
         if parent is not None and page not in self._ends:
@@ -82,6 +85,7 @@ class PrefixIndex:
         """Index the first ``end`` slots of ``page`` by an end key; again is not an error."""
         if (key, end) in self._ends.get(page, ()):
             return
+        self.version += 1
         if page not in self._parent:
             self._parent[page] = parent
             if parent is not None:
@@ -94,6 +98,7 @@ class PrefixIndex:
         assert not self._num_children.get(page), (
             f"page {page} goes before {self._num_children[page]} pages that build on it"
         )
+        self.version += 1
         key = self._key.pop(page, None)
         if key is not None:
             del self._page[key]
@@ -117,6 +122,7 @@ class PrefixIndex:
 
     def clear(self) -> int:
         """Forget everything; returns how many pages were indexed."""
+        self.version += 1
         count = len(self._parent)
         for mapping in (
             self._page,

@@ -1,6 +1,6 @@
 """PositionManager: the counter of every stream, and the positions of each step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -19,7 +19,7 @@ from mstar.engine.resources.position.config import (
 from mstar.engine.resources.position.counters import SpanCounters
 from mstar.engine.resources.position.indices import Ints, Runs, make_runs, replace_ids
 from mstar.engine.resources.position.rope import CosSinTable, Rotation
-from mstar.engine.resources.spans import is_item_slot
+from mstar.engine.resources.spans import Span, is_item_slot
 from mstar.engine.resources.step import ResourceStep, Segment
 from mstar.errors import ConfigError, ContextLengthError, RequestError
 
@@ -159,10 +159,16 @@ class PositionManager(Resource):
     # A request's life.
 
     def match(self, opening: Opening, limit: int) -> int:
-        """Allow no reuse where the layout does not say what blocks a stream is made of."""
-        if self.config.scheme is PosScheme.BLOCK and not opening.spans:
+        """Allow no reuse where nothing says what blocks a stream is made of."""
+        if self.config.scheme is PosScheme.BLOCK and not self._spans(opening):
             return 0
         return limit
+
+    def _spans(self, opening: Opening) -> Sequence[Span]:
+        """Return the layout that decides a stream's positions; a prompt of ids is one block."""
+        if opening.spans or self.config.scheme is PosScheme.SEQUENTIAL:
+            return opening.spans
+        return (Span(opening.num_prompt_tokens),) if opening.num_prompt_tokens else ()
 
     def open(self, opening: Opening, num_reused: int) -> Refusal | None:
         """Begin a stream at the position that its layout has at slot ``num_reused``.
@@ -199,13 +205,14 @@ class PositionManager(Resource):
         self._labels.setdefault(opening.request_id, []).append(opening.label)
         self._openings[row] = opening
         self._stored[row] = self._counters[row] = stored
-        if opening.spans:
+        spans = self._spans(opening)
+        if spans:
             self._part()
-            layout = self._layouts[row] = SpanCounters(opening.spans, self.config)
+            layout = self._layouts[row] = SpanCounters(spans, self.config)
             self._counters[row] = layout.at(stored)
         if self.config.scheme is PosScheme.BLOCK:
             # Where generated ids stand depends on the steps that made them.
-            opening.naming.cut(self._layouts[row].num_slots if opening.spans else 0)
+            opening.naming.cut(self._layouts[row].num_slots if spans else 0)
         return row
 
     def _part(self) -> None:
@@ -249,7 +256,6 @@ class PositionManager(Resource):
             del self._openings[row]
             self._layouts.pop(row, None)
         self._runs = None
-        self.revision += 1
 
     # A step's life.
 

@@ -41,12 +41,16 @@ def manager(max_num_seqs: int = 4, **config: Any) -> PositionManager:
     return PositionManager.build(spec, deployment, {})
 
 
-def opening(request_id: str, label: str = "main", spans: Sequence[Span] = ()) -> Opening:
+def opening(
+    request_id: str, label: str = "main", spans: Sequence[Span] = (), num_prompt_tokens: int = 0
+) -> Opening:
+    """A stream without a prompt, unless a layout or a length gives it one."""
+    length = num_prompt_tokens or sum(span.length for span in spans)
     return Opening(
         request_id=request_id,
         label=label,
-        tokens=[1] * 8,
-        num_prompt_tokens=8,
+        tokens=[1] * length,
+        num_prompt_tokens=length,
         max_len=100,
         spans=spans,
     )
@@ -232,6 +236,7 @@ def test_blocks_without_a_layout_are_never_reused() -> None:
     blocks = manager(scheme=PosScheme.BLOCK)
     assert blocks.match(opening("a"), 7) == 0
     assert blocks.match(opening("a", spans=(Span(8),)), 7) == 7
+    assert blocks.match(opening("a", num_prompt_tokens=8), 7) == 7
     with pytest.raises(ConfigError, match="'block' allow none without a layout"):
         blocks.open(opening("a"), 16)
     blocks.check()
@@ -262,6 +267,13 @@ def test_layout_decides_positions_wherever_a_stream_begins_and_is_cut(
     for _ in range(2):
         found += run(made, segments(("a", "main", 1)))
     assert found == EXPECTED[scheme][reused:]
+
+
+def test_prompt_of_ids_is_one_block_however_it_is_cut() -> None:
+    made = manager(scheme=PosScheme.BLOCK, block_step=3)
+    made.open(opening("a", num_prompt_tokens=7), 0)
+    found = [run(made, segments(("a", "main", n))) for n in (3, 2, 2, 1, 1)]
+    assert found == [[0, 0, 0], [0, 0], [0, 0], [3], [6]]
 
 
 @pytest.mark.parametrize("scheme", PosScheme)

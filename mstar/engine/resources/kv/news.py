@@ -1,0 +1,63 @@
+"""IndexNews: tells consumers what enters and leaves the index and the tiers, as KV events."""
+
+from collections.abc import Sequence
+
+from mstar.engine.resources.kv.events import Event, EventLog, Medium
+from mstar.engine.resources.kv.prefix import PrefixIndex
+from mstar.engine.resources.kv.stream import StreamKeys, placed
+from mstar.engine.resources.kv.tiers.base import Change
+
+
+class IndexNews:
+    """The events of one cache since they were last taken.
+
+    Args:
+        page_size: Slots of a page, in tokens.
+        index: Asked whether a page that leaves a tier is still in the pool.
+    """
+
+    def __init__(self, page_size: int, index: PrefixIndex) -> None:
+        self._page_size = page_size
+        self._index = index
+        self._log = EventLog(page_size)
+        self._content: dict[bytes, tuple[StreamKeys, int]] = {}
+        """Where the content of a key that consumers know is, while any medium has it."""
+        self.has_tiers = False
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        return self._log.take()
+
+    def stored(self, key: bytes, keys: StreamKeys, number: int) -> None:
+        """Tell that a stream's full page can be reused from the pool."""
+        self._tell(key, keys, number, Medium.DEVICE)
+        if self.has_tiers:
+            self._content[key] = (keys, number)
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Tell that pages have left the pool."""
+        self._log.removed(keys)
+
+    def cleared(self) -> None:
+        """Tell that nothing can be reused any more, from anywhere."""
+        self._content.clear()
+        self._log.cleared()
+
+    def tier_changed(self, change: Change) -> None:
+        """Tell what became of full pages in a tier; a reset is told for all at once."""
+        medium = Medium(change.medium)
+        if change.kind == "removed":
+            self._log.removed(change.keys, medium)
+            for key in change.keys:
+                if self._index.get(key) is None:
+                    self._content.pop(key, None)
+        elif change.kind == "stored":
+            for key in change.keys:
+                # Of pages that an earlier process left on disk only the name is known.
+                if key in self._content:
+                    self._tell(key, *self._content[key], medium)
+
+    def _tell(self, key: bytes, keys: StreamKeys, number: int, medium: Medium) -> None:
+        ids, items = keys.content(number)
+        parent = keys.parent(number) if number else None
+        self._log.stored(key, parent, placed(ids, items, self._page_size), items, medium)
