@@ -93,7 +93,7 @@ def explain(
                 # All of it is there, and its last token has to be computed.
                 reason, slot, other, other_items = "end", matched, [], ()
                 break
-        if reason == "never_seen" and matched >= num_prompt - 1:
+        if reason == "never_seen" and matched >= _most(keys, num_prompt, page_size):
             reason = "end"
     tokens = keys.opening.tokens
     return ReuseReport(
@@ -110,6 +110,12 @@ def explain(
         own_item=_item_at(keys.content(page)[1], slot - start),
         other_item=_item_at(other_items, slot - start),
     )
+
+
+def _most(keys: StreamKeys, num_prompt: int, page_size: int) -> int:
+    """Return the tokens of a prompt that can be reused at all: what has a name, but the last."""
+    page, room = divmod(num_prompt - 1, page_size)
+    return page * page_size + max((end for end in keys.ends(page) if end <= room), default=0)
 
 
 def _cells(ids: Sequence[int], items: Sequence[PageItem], page_size: int) -> list[Cell]:

@@ -145,7 +145,7 @@ class KVManager(Resource):
             on_restored = None if news is None else news.stored
             self._offload = Offload(stack, self.cache, self.pool, self.index, on_restored)
             if news is not None:
-                news.has_tiers = True
+                news.tiers = stack
 
     def disconnect(self, timeout: float) -> None:
         """Hand all pages to the tiers and wait for the disk."""

@@ -6,6 +6,7 @@ from mstar.engine.resources.kv.events import Event, EventLog, Medium
 from mstar.engine.resources.kv.prefix import PrefixIndex
 from mstar.engine.resources.kv.stream import StreamKeys, placed
 from mstar.engine.resources.kv.tiers.base import Change
+from mstar.engine.resources.kv.tiers.stack import TierStack
 
 
 class IndexNews:
@@ -22,7 +23,8 @@ class IndexNews:
         self._log = EventLog(page_size)
         self._content: dict[bytes, tuple[StreamKeys, int]] = {}
         """Where the content of a key that consumers know is, while any medium has it."""
-        self.has_tiers = False
+        self.tiers: TierStack | None = None
+        """Where evicted pages go, once that is known."""
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -31,7 +33,7 @@ class IndexNews:
     def stored(self, key: bytes, keys: StreamKeys, number: int) -> None:
         """Tell that a stream's full page can be reused from the pool."""
         self._tell(key, keys, number, Medium.DEVICE)
-        if self.has_tiers:
+        if self.tiers is not None:
             self._content[key] = (keys, number)
 
     def removed(self, keys: Sequence[bytes]) -> None:
@@ -49,13 +51,19 @@ class IndexNews:
         if change.kind == "removed":
             self._log.removed(change.keys, medium)
             for key in change.keys:
-                if self._index.get(key) is None:
+                if not self._is_anywhere(key):
                     self._content.pop(key, None)
         elif change.kind == "stored":
             for key in change.keys:
                 # Of pages that an earlier process left on disk only the name is known.
                 if key in self._content:
                     self._tell(key, *self._content[key], medium)
+
+    def _is_anywhere(self, key: bytes) -> bool:
+        """Tell whether any medium has the page, one that writes it later included."""
+        if self._index.get(key) is not None:
+            return True
+        return self.tiers is not None and self.tiers.find(key) is not None
 
     def _tell(self, key: bytes, keys: StreamKeys, number: int, medium: Medium) -> None:
         ids, items = keys.content(number)

@@ -138,7 +138,10 @@ def expected_of(written: list[Layout], asker: Layout, matched: int, when: float)
             nearest, far = other, same
     if nearest is not None:
         return Expected("differs", far, nearest)
-    return Expected("end" if matched >= len(own) - 1 else "never_seen", matched)
+    # What has a name: full pages, and items that end on the page of the last slot.
+    last = (len(own) - 1) // SIZE * SIZE
+    most = max([last, *(end for end in asker.item_ends if last < end < len(own))])
+    return Expected("end" if matched >= most else "never_seen", matched)
 
 
 def told(

@@ -254,6 +254,46 @@ def test_restore_stops_at_the_last_slot_that_may_be_reused() -> None:
     assert tier.num_gets == 3
 
 
+def test_picture_that_the_prompt_ends_with_is_not_fetched_to_its_end() -> None:
+    """Its last slot has to be computed."""
+    tier = FaultyTier()
+    manager = with_tiers(8, tier)
+    write(manager, [1, 2, 3, 0, 0, 5, 6], [Span(3), PICTURE, Span(2)])
+    evict(manager, manager.pool.num_retained)
+    stream = Stream("reader", [1, 2, 3, 0, 0], [Span(3), PICTURE], b"root")
+    manager.restore(stream.opening())
+    assert (stream.match(manager), tier.num_gets) == (3, 1)
+
+
+def test_page_that_came_back_stands_on_the_one_before_it() -> None:
+    manager = with_tiers(8, FaultyTier())
+    spans = [Span(6), PICTURE, Span(2)]
+    tokens = [1, 2, 3, 4, 5, 6, 0, 0, 7, 8]
+    write(manager, tokens, spans)
+    evict(manager, manager.pool.num_retained)
+    stream = Stream("reader", [*tokens[:8], 9, 9], spans, b"root")
+    manager.restore(stream.opening())
+    assert stream.match(manager) == 8
+    order = [page for page, _ in manager.index.items()]
+    assert len(order) == 3
+    for page in reversed(order[1:]):
+        with pytest.raises(AssertionError, match=f"page {page} goes before 1 pages"):
+            manager.index.remove(page)
+
+
+def test_page_that_came_back_for_nothing_is_the_devices_own_once_it_is_handed_out_anew() -> None:
+    manager = with_tiers(5, FaultyTier())
+    write(manager, TOKENS)
+    evict(manager, 4)
+    manager.restore(Stream("nobody", list(TOKENS), [], b"root").opening())
+    assert len(manager.index) == 4
+    evict(manager, 4)
+    others = [40 + token for token in TOKENS]
+    write(manager, others)
+    stream = open_restored(manager, others)
+    assert {k: n for k, n in stream.opening().sources.items() if n} == {"device": 12}
+
+
 def test_what_is_in_the_pool_is_not_read_from_a_tier() -> None:
     tier = FaultyTier()
     manager = with_tiers(8, tier)
@@ -314,7 +354,7 @@ def test_hits_by_tier_add_up_to_the_reuse_page_by_page(
         st.integers(0, 60), st.sampled_from(["lose", "corrupt", "other slots"]), max_size=20
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_tiers_that_fail_at_any_read_never_give_a_wrong_slot(
     seed: int, num_pages: int, sizes: tuple[int, int], failures: dict[int, str]
 ) -> None:
@@ -325,7 +365,7 @@ def test_tiers_that_fail_at_any_read_never_give_a_wrong_slot(
         tier.failures = failures
     manager = with_tiers(num_pages, *tiers)
     stems = [rng.integers(1, 9, 21).tolist() for _ in range(3)]
-    for _ in range(25):
+    for _ in range(20):
         tokens = [*stems[rng.integers(3)][: rng.integers(1, 21)], int(rng.integers(1, 9))]
         spans: Spans = []
         if len(tokens) > 6 and rng.random() < 0.5:
