@@ -98,6 +98,15 @@ class NodeOutput:
     failures: Mapping[int, str] = field(default_factory=dict)
     """Why a request got no usable result, by its place in ``token_ids``."""
 
+    def of(self, places: Sequence[int]) -> "NodeOutput":
+        """Return the output of some of the requests, by their places in ``token_ids``."""
+        logprobs, failures = self.logprobs, self.failures
+        return NodeOutput(
+            token_ids=[self.token_ids[place] for place in places],
+            logprobs=None if logprobs is None else [logprobs[place] for place in places],
+            failures={i: failures[place] for i, place in enumerate(places) if place in failures},
+        )
+
 
 class Node(ABC):
     """One component of a model, as the runner sees it."""

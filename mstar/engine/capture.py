@@ -1,17 +1,22 @@
-"""Recorded forwards: decode steps as CUDA graphs, replayed for steps that fit."""
+"""Recorded forwards: decode steps as CUDA graphs, replayed for steps that fit.
+
+A replay may be launched ahead, behind another whose tokens nobody has read; see ``overlap``.
+"""
 
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.engine.batch import Batch, Node, NodeOutput
+from mstar.engine.overlap import Flight, Pending
 from mstar.engine.resources.base import Resource
-from mstar.engine.resources.mirror import Mirror
+from mstar.engine.resources.mirror import Fence, Mirror, send
 from mstar.engine.resources.step import NodeStep
 
 logger = logging.getLogger(__name__)
@@ -22,7 +27,10 @@ _NUM_WARM_UPS = 2
 
 
 class RecordableNode(Node):
-    """A node whose step of one token a segment is a function of ids and plans."""
+    """A node whose step of one token a segment is a function of ids and plans.
+
+    The tokens that a step gives are the ids of its requests' next step on the node.
+    """
 
     @abstractmethod
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
@@ -34,8 +42,17 @@ class RecordableNode(Node):
         """
 
     @abstractmethod
-    def finish(self, batch: Batch, rows: Tensor, plans: Mapping[str, Any]) -> NodeOutput:
-        """Return the output for what ``compute`` gave, one row a yielding request."""
+    def launch(
+        self, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+    ) -> Pending:
+        """Have the output made of what ``compute`` gave; reads nothing back.
+
+        Args:
+            rows: One a segment.
+            plans: As ``forward`` takes them.
+            before: int64 ``[num_segments]``, on the device: the tokens that were computed, where
+                the requests' lists end before these; ``None``: their last.
+        """
 
 
 def decode_sizes(limit: int) -> list[int]:
@@ -49,31 +66,26 @@ def decode_sizes(limit: int) -> list[int]:
     return sorted({limit, *(size for size in steps if size < limit)}, reverse=True)
 
 
+class _Graph(Protocol):
+    def replay(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recording:
-    graph: torch.cuda.CUDAGraph
+    graph: _Graph
     ids: Mirror
     """int64 ``[size]``: read by the graph."""
     rows: Tensor
     """``[size, ...]``: written by the graph."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ahead:
-    """Plans of the step after the last one, in case its batch is the same."""
-
-    batch: Batch
-    plans: dict[str, Any]
-    revision: int
-    """The resources' revisions that they were made at, all together."""
-
-
 class Recorder:
     """The recordings of one node, a batch size each.
 
     A step of ``B`` segments replays the smallest size that holds it; the rows beyond ``B`` read
-    and write the cache's sink page. While the device computes a step, the next one of the same
-    batch is planned; the device gets what was planned behind the step that it computes.
+    and write the cache's sink page. All work is queued on the device's current stream, so that a
+    step launched ahead finds what the one before it wrote, and whatever is queued later, in pages
+    given up meanwhile too, comes behind both.
 
     Args:
         name: The node's name.
@@ -95,13 +107,12 @@ class Recorder:
         self._device = device
         self._recordings: dict[int, _Recording] = {}
         self._sizes: list[int] = []
-        self._ahead: _Ahead | None = None
-        self._sent = torch.cuda.Event()
+        self._sent = Fence(device)
         """Behind the last copy to the device, whose memory the next plans write again."""
         self.num_replays = 0
         """Steps that were replayed."""
-        self.num_planned_ahead = 0
-        """Those of them that were planned before they were due."""
+        self.num_ahead = 0
+        """Those of them that were launched ahead."""
 
     def record(self, sizes: Sequence[int]) -> bool:
         """Record all sizes, largest first so that the others fit in its memory.
@@ -137,40 +148,64 @@ class Recorder:
             return None
         return next((size for size in self._sizes if size >= len(batch.segments)), None)
 
-    def run(self, batch: Batch, step: NodeStep) -> NodeOutput | None:
-        """Replay the step; ``None`` if it does not fit, and then nothing was done."""
+    def run(
+        self, batch: Batch, step: NodeStep, flight: Flight | None = None, goes_on: bool = False
+    ) -> tuple[NodeOutput, Flight | None] | None:
+        """Replay the step; ``None`` if it does not fit, and then nothing was done.
+
+        Args:
+            batch: What to compute.
+            step: What the node declares for it.
+            flight: What is under way; it is the step, or is not read.
+            goes_on: The same requests will have a step behind this one, some of them at least;
+                it is launched if it can be.
+
+        Returns:
+            The step's output, and what was launched behind it.
+        """
+        rows = None
+        if flight is not None and flight.revision == self._revision():
+            rows = flight.rows_of(batch)
+        if flight is None or rows is None:
+            flight = self._launch(batch, step)
+            rows = range(len(batch.segments))
+        if flight is None:
+            return None
+        following = None
+        if goes_on:
+            tokens = flight.pending.tokens
+            if len(rows) < len(tokens):
+                tokens = tokens[send(np.array(rows), self._device)]
+            following = self._launch(batch, step, tokens)
+            self.num_ahead += following is not None
+        return flight.fetch(rows), following
+
+    def _launch(self, batch: Batch, step: NodeStep, before: Tensor | None = None) -> Flight | None:
+        """Queue a step, behind the one that gives the tokens ``before`` if they are given."""
         size = self.size_for(batch)
-        ahead, self._ahead = self._ahead, None
-        if size is None:
+        plans = None if size is None else self._plan(size, step, 0 if before is None else 1)
+        if size is None or plans is None:
             return None
-        plans: dict[str, Any] | None
-        if ahead is not None and ahead.batch is batch and ahead.revision == self._revision():
-            plans = ahead.plans
-            self.num_planned_ahead += 1
+        recording, count = self._recordings[size], len(batch.segments)
+        ids = recording.ids
+        if before is None:
+            self._sent.wait()
+            ids.array[:count] = batch.token_ids()
+            ids.send(count)
+            self._sent.set()
         else:
-            plans = self._plan(size, step)
-        if plans is None:
-            return None
-        recording = self._recordings[size]
-        count = len(batch.segments)
-        self._sent.synchronize()
-        recording.ids.array[:count] = batch.token_ids()
-        recording.ids.send(count)
-        self._sent.record()
+            # A row that failed has no token; it is computed with another, and not read.
+            torch.clamp(before, min=0, out=ids.tensor[:count])
         recording.graph.replay()
         self.num_replays += 1
-        next_plans = self._plan(size, step, ahead=1)
-        revision = self._revision()
-        output = self._node.finish(batch, recording.rows[:count], plans)
-        if next_plans is not None:
-            self._ahead = _Ahead(batch=batch, plans=next_plans, revision=revision)
-        return output
+        pending = self._node.launch(recording.rows[:count], plans, before)
+        return Flight(batch=batch, pending=pending, revision=self._revision())
 
     def _revision(self) -> int:
         return sum(resource.revision for resource in self._resources.values())
 
     def _plan(self, size: int, step: NodeStep, ahead: int = 0) -> dict[str, Any] | None:
-        self._sent.synchronize()
+        self._sent.wait()
         plans: dict[str, Any] = {}
         for key, resource in self._resources.items():
             segments, own = step.segments_of(key), step.resources[key]
@@ -178,5 +213,5 @@ class Recorder:
             if plan is None:
                 break
             plans[key] = plan
-        self._sent.record()
+        self._sent.set()
         return plans if len(plans) == len(self._resources) else None

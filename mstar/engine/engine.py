@@ -148,7 +148,8 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """Run one batch and return what it gave; empty when there was nothing to do."""
-        batch, rejected = self._scheduler.schedule()
+        runner, scheduler = self._runner, self._scheduler
+        batch, rejected = scheduler.schedule(runner.launched)
         outputs = [
             self._fail(request, "kv_capacity_exceeded", refusal.reason)
             for request, refusal in rejected
@@ -156,12 +157,12 @@ class EngineCore:
         if batch is None:
             return outputs
         self._num_steps += 1
-        outputs += self._run(batch)
+        outputs += self._run(batch, runner.overlaps and scheduler.goes_on())
         return outputs
 
-    def _run(self, batch: Batch) -> list[RequestOutput]:
+    def _run(self, batch: Batch, goes_on: bool = False) -> list[RequestOutput]:
         try:
-            result = self._runner.run(batch)
+            result = self._runner.run(batch, goes_on)
         except Exception as error:
             if len(batch.requests) == 1:
                 request = batch.requests[0]

@@ -9,6 +9,7 @@ import torch
 
 from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
+from mstar.engine.overlap import Flight
 from mstar.engine.request import Request
 from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -78,6 +79,7 @@ class Runner:
         }
         self._deployment = deployment
         self._recorders: dict[str, Recorder] = {}
+        self._flight: Flight | None = None
         self._starts: dict[str, tuple[Opening, Mapping[str, int], float]] = {}
         """The requests that started last: what they found, and when."""
         self._last: tuple[Batch, NodeStep, list[_Part]] | None = None
@@ -212,13 +214,31 @@ class Runner:
                 return refusal
         return None
 
-    def run(self, batch: Batch) -> NodeOutput:
-        """Compute an admitted batch; nothing is visible to later steps unless it returns."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps may be launched ahead."""
+        return self._deployment.overlap and bool(self._recorders)
+
+    @property
+    def launched(self) -> Batch | None:
+        """The batch whose next step is under way; another batch makes it go unread."""
+        return None if self._flight is None else self._flight.batch
+
+    def run(self, batch: Batch, goes_on: bool = False) -> NodeOutput:
+        """Compute an admitted batch; nothing is visible to later steps unless it returns.
+
+        Args:
+            batch: All of it, or what is left of ``launched``, once that is set.
+            goes_on: The same requests will have a step behind this one, some of them at least.
+        """
         step, parts = self._step(batch)
+        flight, self._flight = self._flight, None
         with torch.inference_mode():
             recorder = self._recorders.get(batch.node)
-            output = None if recorder is None else recorder.run(batch, step)
-            if output is None:
+            ran = None if recorder is None else recorder.run(batch, step, flight, goes_on)
+            if ran is not None:
+                output, self._flight = ran
+            else:
                 plans: dict[str, Any] = {}
                 for part in parts:
                     plans[part.key] = part.resource.plan(part.segments, part.step, plans)

@@ -68,6 +68,8 @@ class Scheduler:
         """The head of the queue was refused and nothing was given back since."""
         self._steady: Batch | None = None
         """The last batch, while the next one is sure to be the same."""
+        self._has_put_off = False
+        """Some that generate waited for an item in the last step; they come first in this one."""
         self._last_served: dict[str, int] = {}
         self._num_batches = 0
         self.num_preemptions = 0
@@ -99,15 +101,20 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self._steady = None
 
-    def schedule(self) -> tuple[Batch | None, Sequence[tuple[Request, Refusal]]]:
+    def schedule(
+        self, launched: Batch | None = None
+    ) -> tuple[Batch | None, Sequence[tuple[Request, Refusal]]]:
         """Return the next batch, and the requests that cannot be served at all.
 
         The batch is admitted. ``None`` means that there is nothing to do.
+
+        Args:
+            launched: A batch whose next step is under way: what is left of it comes first.
         """
         rejected: list[tuple[Request, Refusal]] = []
         batch = self._steady
         if batch is None or not (self._has_one_node or batch.is_due):
-            batch = self._compose(rejected)
+            batch = self._rest_of(launched) or self._compose(rejected)
         while batch is not None:
             refusal = self._gate.admit(batch)
             if refusal is None:
@@ -117,11 +124,38 @@ class Scheduler:
                 self.remove(self._running[0])
             else:
                 self._preempt()
-            batch = self._compose(rejected)
+            batch = self._rest_of(launched) or self._compose(rejected)
         is_whole = batch is not None and len(batch.requests) == len(self._running)
         is_over = self._is_blocked or not self._waiting or self.num_running >= self._max_num_seqs
         self._steady = batch if batch and is_whole and is_over and batch.is_decode else None
         return batch, rejected
+
+    def goes_on(self) -> bool:
+        """Tell whether the last batch's requests have the next one to themselves.
+
+        It may turn out that they ended, which is sure of no more than some of them.
+        """
+        batch = self._steady
+        if batch is None:
+            return False
+        num_ends = sum([len(r.tokens) + 1 >= r.max_len for r in batch.requests])
+        return num_ends == 0 or (num_ends < len(batch.requests) and not self._waiting)
+
+    def _rest_of(self, launched: Batch | None) -> Batch | None:
+        """Return the requests of a batch that wait for its next step, if there are any."""
+        if launched is None:
+            return None
+        node = launched.node
+        left = [
+            request
+            for request in launched.requests
+            if request.status is RequestStatus.RUNNING
+            and request.num_uncomputed_tokens == 1
+            and node in request.cursor.ready()
+        ]
+        if len(left) == len(launched.requests):
+            return launched
+        return Batch.of(node, [(request, 1) for request in left]) if left else None
 
     def _compose(self, rejected: list[tuple[Request, Refusal]]) -> Batch | None:
         ready = [(request, self._nodes_of(request)) for request in self._running]
@@ -161,9 +195,13 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         decodes = [(request, 1) for request in due if request.num_uncomputed_tokens == 1]
         prompts = [request for request in due if request.num_uncomputed_tokens > 1]
-        if prompts and len(decodes) < budget and not prompts[0].chunk(budget - len(decodes)):
+        room = budget - len(decodes)
+        needed = 0
+        if prompts and room > 0 and not self._has_put_off and not prompts[0].chunk(room):
             # An item that is not cut needs so much of the budget that others wait for a step.
-            decodes = decodes[: budget - prompts[0].chunk(budget)]
+            needed = next((n for n in range(room, budget + 1) if prompts[0].chunk(n)), 0)
+            decodes = decodes[: budget - needed]
+        self._has_put_off = needed > 0
         spans = decodes[:budget]
         budget -= len(spans)
         for request in prompts:

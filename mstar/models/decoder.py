@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from mstar.engine.batch import Batch, NodeOutput
 from mstar.engine.capture import RecordableNode
+from mstar.engine.overlap import Pending
 from mstar.engine.resources.attention.base import AttentionPlan
 from mstar.engine.resources.attention.config import (
     AttentionConfig,
@@ -23,7 +24,7 @@ from mstar.engine.resources.kv.layout import KVPlan
 from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, SampleStep
-from mstar.engine.resources.sampler.manager import SamplerPlan
+from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan, Sampling
 from mstar.engine.resources.step import NodeStep
 from mstar.errors import WeightsError
 from mstar.models.base import Description, TextModel, text_graph
@@ -54,6 +55,25 @@ class _Layer:
     gate_up: Linear
     down: Linear
     mlp_out_norm: RMSNorm | None
+
+
+def _output(sampled: Sampled) -> NodeOutput:
+    return NodeOutput(
+        token_ids=sampled.token_ids.tolist(),
+        logprobs=sampled.logprobs,
+        failures=sampled.failed,
+    )
+
+
+class _PendingTokens(Pending):
+    """Tokens that are being sampled."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.tokens = sampling.tokens
+        self._sampling = sampling
+
+    def fetch(self) -> NodeOutput:
+        return _output(self._sampling.fetch())
 
 
 class DecoderNode(RecordableNode):
@@ -107,7 +127,8 @@ class DecoderNode(RecordableNode):
         hidden = self.hidden(x, kv, plans["position"], plans["attention"], rows)
         if not batch.yielding:
             return NodeOutput(token_ids=())
-        return self.finish(batch, self.logits(hidden), plans)
+        sampler: SamplerPlan = plans["sampler"]
+        return _output(sampler.sample(self.logits(hidden)))
 
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         """Return the logits behind every token."""
@@ -123,15 +144,12 @@ class DecoderNode(RecordableNode):
         """Return what the first layer is given for a batch, ``[num_tokens, hidden_size]``."""
         return self.embed_ids(ids)
 
-    def finish(self, batch: Batch, rows: Tensor, plans: Mapping[str, Any]) -> NodeOutput:
+    def launch(
+        self, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+    ) -> Pending:
         """Sample from logits."""
         sampler: SamplerPlan = plans["sampler"]
-        sampled = sampler.sample(rows)
-        return NodeOutput(
-            token_ids=sampled.token_ids.tolist(),
-            logprobs=sampled.logprobs,
-            failures=sampled.failed,
-        )
+        return _PendingTokens(sampler.launch(rows, before))
 
     def hidden(
         self,

@@ -12,7 +12,7 @@ from mstar.engine.resources.attention.sdpa import Backend
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVPlan
 from mstar.engine.resources.kv.manager import KVManager
-from mstar.engine.resources.position.manager import PositionPlan
+from mstar.engine.resources.position.manager import PositionManager, PositionPlan
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.step import NodeStep
 from mstar.engine.runner import Runner
@@ -82,6 +82,9 @@ class Steps:
                 backend = Backend(resource.backend.config, kv.layout)  # type: ignore[attr-defined]
                 plans[key] = backend.plan(kv, (True,) * size)
                 continue
+            if key == "sampler":
+                plans[key] = resource.plan(segments, own, plans)
+                continue
             plan = resource.plan_fixed(size, segments, own, plans, ahead)
             if plan is None:
                 return None
@@ -103,7 +106,7 @@ def test_fixed_plans_give_the_tokens_that_plans_give_and_keep_their_memory(
             ids = torch.full((4,), 5)
             ids[:count] = torch.from_numpy(batch.token_ids())
             rows = steps.node.compute(ids, plans)
-            output = steps.node.finish(batch, rows[:count], plans)
+            output = steps.node.launch(rows[:count], plans).fetch()
         kv, position = plans["kv"], plans["position"]
         assert isinstance(kv, KVPlan)
         places.add((kv.slots.data_ptr(), position.ids.data_ptr()))  # type: ignore[attr-defined]
@@ -169,12 +172,23 @@ def test_there_is_no_plan_beyond_a_streams_end_or_without_pages(toy: DecoderMode
     steps.runner.check()
 
 
-def test_closing_a_stream_makes_plans_ahead_stale(toy: DecoderModel) -> None:
+def test_moving_a_stream_makes_plans_ahead_wrong_and_closing_another_does_not(
+    toy: DecoderModel,
+) -> None:
     steps = Steps(toy)
     steps.run(steps.batch(3)[0])
-    before = sum(resource.revision for resource in steps.runner.resources.values())
+    resources = steps.runner.resources.values()
+    before = sum(resource.revision for resource in resources)
+    batch, step = steps.batch(2)
+    ahead = numbers(steps.fixed(4, step, ahead=1))
     steps.runner.close(steps.requests[2])
-    assert sum(resource.revision for resource in steps.runner.resources.values()) > before
+    steps.run(batch)
+    assert sum(resource.revision for resource in resources) == before
+    assert numbers(steps.fixed(4, step)) == ahead
+    position = steps.runner.resources["position"]
+    assert isinstance(position, PositionManager)
+    position.set_counter("a", "main", 3)
+    assert sum(resource.revision for resource in resources) > before
 
 
 def test_step_of_several_tokens_has_no_fixed_plan(toy: DecoderModel) -> None:

@@ -250,7 +250,6 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.has_work == bool(self.wanted)
         assert stats.num_running + stats.num_waiting == len(self.wanted)
         assert stats.num_pages_used + stats.num_pages_cached <= self.num_pages
-        assert stats.num_pages_used >= stats.num_running
 
     def teardown(self) -> None:
         steps = 0

@@ -1,9 +1,11 @@
-"""Mirror: a tensor that keeps its place on a device, filled without waiting for the device."""
+"""What crosses between the CPU and a device without waiting for what the device does."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 
 class Mirror:
@@ -27,3 +29,60 @@ class Mirror:
     def send(self, count: int | None = None) -> None:
         """Copy the first ``count`` elements to the device, behind all work queued there."""
         self.tensor[:count].copy_(self._host[:count], non_blocking=True)
+
+
+class Fence:
+    """A place in the work queued on a device, which can be waited for.
+
+    Args:
+        device: On a CPU nothing is queued, and so nothing waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        """Put it behind all that is queued now."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Return once the device has come to where it was last set."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Fetch:
+    """Tensors on their way to the CPU.
+
+    Args:
+        tensors: What is copied, once all that is queued now has run.
+        stream: Takes the copies, so that nothing queued later waits for them, nor they for it;
+            ``None``: the tensors are on the CPU.
+    """
+
+    __slots__ = ("_copies", "_event", "_sources")
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        self._copies = self._sources = list(tensors)
+        """The sources are kept while they are read: their memory is not given to others."""
+        self._event: torch.cuda.Event | None = None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream):
+                self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+                self._event = stream.record_event()
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors on the CPU, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
+def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device, behind all work queued there."""
+    host = torch.from_numpy(values)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

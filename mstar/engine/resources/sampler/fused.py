@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mstar.engine.resources.mirror import send
 from mstar.engine.resources.sampler.stream import Stream
 from mstar.engine.resources.sampler.transforms import uniforms
 
@@ -31,14 +32,6 @@ def _load() -> Any:
 def kernels(device: torch.device) -> Any:
     """Return the module of the kernels, ``None`` where they do not run."""
     return _load() if device.type == "cuda" else None
-
-
-def _send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device without waiting for what the device does."""
-    host = torch.from_numpy(values)
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 class SeenTokens:
@@ -82,9 +75,14 @@ class SeenTokens:
         last = stream.tokens[-1] if num_missing else -1
         return last if last < self.codes.shape[1] else -1
 
-    def note(self, stream: Stream) -> None:
-        """Take it as done that the token ``next_token`` gave is counted."""
-        self._num_counted[stream] = len(stream.tokens)
+    def catch_up(self, stream: Stream) -> None:
+        """Bring the row up to date."""
+        if self._num_counted.get(stream, -1) != len(stream.tokens):
+            self._count(stream)
+
+    def note(self, stream: Stream, num_more: int = 0) -> None:
+        """Take it as done that all the stream's tokens are counted, and ``num_more`` to come."""
+        self._num_counted[stream] = len(stream.tokens) + num_more
 
     def check(self) -> None:
         """Verify that rows belong to one stream each."""
@@ -105,10 +103,10 @@ class SeenTokens:
         vocab_size = self.codes.shape[1]
         ids, counts = np.unique(output[output < vocab_size], return_counts=True)
         row = self.codes[self._slots[stream]].zero_()
-        row[_send(ids, self._device)] = _send(2 * counts.astype(np.int32), self._device)
+        row[send(ids, self._device)] = send(2 * counts.astype(np.int32), self._device)
         if stream.counts_prompt:
             ids = np.unique(prompt[prompt < vocab_size])
-            row[_send(ids, self._device)] += 1
+            row[send(ids, self._device)] += 1
 
 
 class FusedChooser:
@@ -130,41 +128,51 @@ class FusedChooser:
         self._seeds = np.array([stream.seed for stream in streams], np.uint64)
         self._penalised = [(row, s) for row, s in enumerate(streams) if s.has_penalty]
         self._has_draws = not all(stream.is_greedy for stream in streams)
-        self._reals = _send(_reals(streams), device)
+        self._reals = send(_reals(streams), device)
         slots = np.array([seen.slot(s) if s.has_penalty else -1 for s in streams])
         ends, places = _places(streams)
         top_k = [s.params.top_k if 0 < s.params.top_k < vocab_size else vocab_size for s in streams]
         wholes = np.stack((np.array(top_k), slots, ends[:-1], ends[1:]), 1)
-        self._wholes = _send(wholes, device)
+        self._wholes = send(wholes, device)
         self._places = None
         if any(stream.has_edits for stream in streams):
-            self._places = tuple(_send(values, device) for values in places)
+            self._places = tuple(send(values, device) for values in places)
         self._still = torch.full((3, len(streams)), -1, dtype=torch.int64, device=device)
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return each row's largest logit after edits and its token, on the logits' device.
 
         Args:
             logits: ``[B, vocab_size]``, contiguous; they stay as they are.
+            before: int64 ``[B]``, on the logits' device: a token of every stream that comes
+                behind those it has; ``None``: the streams have all.
 
         Returns:
             float32 ``[B]`` and int64 ``[B]``, -1 where the largest logit is not finite.
         """
         step = self._still
         if self._has_draws or self._places is not None:
-            step = _send(self._step(), self._device)
+            step = send(self._step(before is not None), self._device)
+            if before is not None and self._penalised:
+                torch.minimum(step[2], before, out=step[2])
         edits = None if self._places is None else (self._seen.codes, *self._places)
         best, tokens = _load().choose(logits, self._reals, self._wholes, step, edits)
         for _, stream in self._penalised:
-            self._seen.note(stream)
+            self._seen.note(stream, 0 if before is None else 1)
         return best, tokens
 
-    def _step(self) -> npt.NDArray[np.int64]:
+    def _step(self, is_ahead: bool) -> npt.NDArray[np.int64]:
+        """Return the step's numbers; ahead, the largest integer stands for a penalised token."""
         step = np.full((3, len(self._streams)), -1, np.int64)
         step[1] = [stream.num_generated for stream in self._streams]
+        step[1] += is_ahead
         step[0] = uniforms(self._seeds, step[1].astype(np.uint64)).numpy().view(np.int64)
         for row, stream in self._penalised:
-            step[2, row] = self._seen.next_token(stream)
+            if is_ahead:
+                self._seen.catch_up(stream)
+                step[2, row] = np.iinfo(np.int64).max
+            else:
+                step[2, row] = self._seen.next_token(stream)
         return step
 
 

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
+from mstar.engine.resources.mirror import Fetch, send
 from mstar.engine.resources.sampler.choose import TorchChooser
 from mstar.engine.resources.sampler.config import (
     MAX_LOGPROBS,
@@ -46,38 +48,39 @@ class _Batch(NamedTuple):
     chooser: TorchChooser | FusedChooser
     logprobs: list[tuple[int, int]]
     """Rows that want log-probabilities, and of how many most likely tokens."""
+    copies: torch.cuda.Stream | None
+    """Takes what is copied to the CPU; ``None``: the logits are there."""
 
 
-class SamplerPlan:
-    """Samples one step's logits.
+class Sampling:
+    """The tokens of one step, which the device may not have chosen yet.
 
     Args:
         batch: Its rows.
+        best: Each row's largest logit.
+        tokens: int64 ``[num_segments]``, on the device; -1 in failed rows.
+        logprobs: What ``SamplerPlan`` launched where a row wants log-probabilities.
     """
 
-    __slots__ = ("_batch",)
+    __slots__ = ("_batch", "_best", "_fetch", "tokens")
 
-    def __init__(self, batch: _Batch) -> None:
+    def __init__(
+        self, batch: _Batch, best: Tensor, tokens: Tensor, logprobs: tuple[Tensor, ...]
+    ) -> None:
         self._batch = batch
+        self._best = best
+        self.tokens = tokens
+        self._fetch = Fetch((tokens, *logprobs), batch.copies)
 
-    def sample(self, logits: Tensor) -> Sampled:
-        """Return a token for every segment; the logits stay as they are.
+    def fetch(self) -> Sampled:
+        """Return the tokens on the CPU.
 
-        A device is waited for once, unless a row fails.
-
-        Args:
-            logits: ``[num_segments, vocab_size]``, any floating dtype, on the deployment's device.
+        The device is waited for once, unless a row fails.
         """
-        batch = self._batch
-        expected = (len(batch.streams), batch.vocab_size)
-        assert logits.shape == expected, (tuple(logits.shape), expected)
-        raw = (logits.float() if logits.dtype == torch.float64 else logits).contiguous()
-        best, tokens = batch.chooser.choose(raw)
-        if not batch.logprobs:
-            (ids,) = _fetch(tokens)
-            return Sampled(ids, None, self._failures(ids, best))
-        ids, *logprobs = _fetch(tokens, *self._launch_logprobs(raw, tokens))
-        failed = self._failures(ids, best)
+        ids, *logprobs = self._fetch.wait()
+        failed = self._failures(ids, self._best)
+        if not logprobs:
+            return Sampled(ids, None, failed)
         return Sampled(ids, self._logprobs(failed, *(own.tolist() for own in logprobs)), failed)
 
     def _failures(self, ids: Tensor, best: Tensor) -> dict[int, str]:
@@ -88,22 +91,6 @@ class SamplerPlan:
             f"{float(best[row])} as their maximum; no token can be chosen"
             for row in (ids < 0).nonzero()[:, 0].tolist()
         }
-
-    def _launch_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows' tokens, their log-probabilities, the best ids, and theirs."""
-        logits, chosen = raw, tokens
-        if len(self._batch.logprobs) < len(tokens):
-            wanted = torch.tensor([row for row, _ in self._batch.logprobs])
-            if raw.is_cuda:
-                wanted = wanted.pin_memory().to(raw.device, non_blocking=True)
-            logits, chosen = raw[wanted], tokens[wanted]
-        logits = logits.float()
-        all_logprobs = logits.log_softmax(1)
-        own = all_logprobs.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
-        # Always as many, so that a row's ties do not depend on what its neighbours ask for.
-        _, ids = head(logits, min(MAX_LOGPROBS, self._batch.vocab_size))
-        top = all_logprobs.gather(1, ids)
-        return chosen, own.clamp(min=MIN_LOGPROB), ids, top.clamp(min=MIN_LOGPROB)
 
     def _logprobs(
         self,
@@ -121,15 +108,55 @@ class SamplerPlan:
         return out
 
 
-def _fetch(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors on the CPU; a device is waited for once."""
-    if not tensors[0].is_cuda:
-        return list(tensors)
-    if len(tensors) == 1:
-        return [tensors[0].cpu()]
-    fetched = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return fetched
+class SamplerPlan:
+    """Samples one step's logits.
+
+    Args:
+        batch: Its rows.
+    """
+
+    __slots__ = ("_batch",)
+
+    def __init__(self, batch: _Batch) -> None:
+        self._batch = batch
+
+    def sample(self, logits: Tensor) -> Sampled:
+        """Return a token for every segment; arguments as for ``launch``."""
+        return self.launch(logits).fetch()
+
+    def launch(self, logits: Tensor, before: Tensor | None = None) -> Sampling:
+        """Have a token chosen for every segment; the logits stay as they are.
+
+        Args:
+            logits: ``[num_segments, vocab_size]``, any floating dtype, on the deployment's device.
+            before: int64 ``[num_segments]``, there too: the token of every stream behind those it
+                has, in a plan ahead; ``None``: the streams have all.
+        """
+        batch = self._batch
+        expected = (len(batch.streams), batch.vocab_size)
+        assert logits.shape == expected, (tuple(logits.shape), expected)
+        raw = (logits.float() if logits.dtype == torch.float64 else logits).contiguous()
+        if before is None:
+            best, tokens = batch.chooser.choose(raw)
+        else:
+            assert isinstance(batch.chooser, FusedChooser), "there was no plan ahead"
+            best, tokens = batch.chooser.choose(raw, before)
+        logprobs = self._launch_logprobs(raw, tokens) if batch.logprobs else ()
+        return Sampling(batch, best, tokens, logprobs)
+
+    def _launch_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows' tokens, their log-probabilities, the best ids, and theirs."""
+        logits, chosen = raw, tokens
+        if len(self._batch.logprobs) < len(tokens):
+            wanted = send(np.array([row for row, _ in self._batch.logprobs]), raw.device)
+            logits, chosen = raw[wanted], tokens[wanted]
+        logits = logits.float()
+        all_logprobs = logits.log_softmax(1)
+        own = all_logprobs.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+        # Always as many, so that a row's ties do not depend on what its neighbours ask for.
+        _, ids = head(logits, min(MAX_LOGPROBS, self._batch.vocab_size))
+        top = all_logprobs.gather(1, ids)
+        return chosen, own.clamp(min=MIN_LOGPROB), ids, top.clamp(min=MIN_LOGPROB)
 
 
 class SamplerManager(Resource):
@@ -159,6 +186,7 @@ class SamplerManager(Resource):
         self._seen: SeenTokens | None = None
         if kernels(self._device) is not None:
             self._seen = SeenTokens(config.vocab_size, self._device)
+        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._streams: dict[tuple[str, str], Stream] = {}
         self._labels: dict[str, list[str]] = {}
         self._plan: SamplerPlan | None = None
@@ -217,6 +245,7 @@ class SamplerManager(Resource):
                 for row, s in enumerate(streams)
                 if s.params.logprobs is not None
             ],
+            self._copies,
         )
 
     def plan_fixed(
@@ -226,8 +255,13 @@ class SamplerManager(Resource):
         step: ResourceStep,
         plans: Mapping[str, Any],
         ahead: int = 0,
-    ) -> SamplerPlan:
-        """Return what ``plan`` does: sampling comes behind what is recorded."""
+    ) -> SamplerPlan | None:
+        """Return what ``plan`` does: sampling comes behind what is recorded.
+
+        There is a plan ahead where counts of tokens are kept on the device.
+        """
+        if ahead and self._seen is None:
+            return None
         return self.plan(segments, step, plans)
 
     def check(self) -> None:
