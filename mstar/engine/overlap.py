@@ -3,7 +3,8 @@
 While requests only generate, the next step's ids are tokens that the device has. So the step is
 planned as the one behind the next commit, and its ids are copied from where the tokens were
 chosen; meanwhile the CPU records, tells and schedules. A request may turn out to have ended, or be
-aborted: its row is computed all the same, into a slot behind its last token, and nobody reads it.
+aborted: its row is computed all the same, into the slot of its last token, which is not counted as
+stored, and nobody reads it.
 What was launched is a ``Flight`` until the scheduler asks for it, or for what is left of it.
 """
 

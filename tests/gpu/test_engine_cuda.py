@@ -154,7 +154,7 @@ def test_seeds_draw_the_same_tokens_on_the_card_as_on_the_cpu() -> None:
 
 
 def test_requests_that_come_and_go_meet_no_stale_plan() -> None:
-    """Steady batches are planned ahead; arrivals, ends, adopted pages and aborts undo that."""
+    """Steady batches are launched ahead; arrivals, ends, adopted pages and aborts undo that."""
     asked = prompts(6, [*LENS, 100, 3, 77, 20, 9])
     asked += [asked[1][:190], asked[5][:320]]
     core = engine("cuda", "bfloat16", 128, {}, max_num_seqs=4, num_pages=110)
@@ -180,10 +180,113 @@ def test_requests_that_come_and_go_meet_no_stale_plan() -> None:
             core.abort("gone")
         core.check()
     (recorder,) = core._runner._recorders.values()
-    assert 0 < recorder.num_planned_ahead < recorder.num_replays
+    assert 0 < recorder.num_ahead < recorder.num_replays
     assert [len(result) for result in results] == [4 + 7 * i % 40 for i in range(len(asked))]
     reference = engine("cpu", "float32", 128, {})
     assert_likely(reference, asked, results, TOLERANCE["bfloat16"])
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "logprobs": 2},
+    {"temperature": 1.1, "seed": 4, "repetition_penalty": 1.4, "top_k": 20},
+    {"temperature": 0.7, "seed": 5, "presence_penalty": 2.0, "top_p": 0.8},
+    {"temperature": 0.8, "seed": 6, "min_tokens": 9, "stop_token_ids": (3, 5)},
+    {"temperature": 0.0, "logit_bias": {9: 1.0, 11: -2.0}, "logprobs": 0},
+]
+Told = tuple[list[int], list[TokenLogprobs]]
+
+
+def told(
+    core: EngineCore, asked: Sequence[list[int]], params: Sequence[dict[str, Any]]
+) -> list[Told]:
+    """Return what requests of these rules get."""
+    for place, (ids, own) in enumerate(zip(asked, params, strict=True)):
+        wanted = {"max_tokens": 40, "ignore_eos": True} | own
+        core.add_request(
+            PreparedRequest(
+                request_id=str(place),
+                token_ids=ids,
+                params=SamplingParams(**wanted),
+                root=core.root,
+            )
+        )
+    results: list[Told] = [([], []) for _ in asked]
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None, output.error
+            results[int(output.request_id)][0].extend(output.token_ids)
+            results[int(output.request_id)][1].extend(output.logprobs or [])
+        core.check()
+    return results
+
+
+def test_steps_launched_ahead_change_nothing() -> None:
+    """Rules of all kinds in one batch, which nobody leaves early: the same kernels, bit for bit."""
+    asked = prompts(7, LENS)
+    rules = [{k: v for k, v in own.items() if k != "stop_token_ids"} for own in MIXED]
+    ahead, waiting = (engine("cuda", "bfloat16", 128, {}, overlap=on) for on in (True, False))
+    assert told(ahead, asked, rules) == told(waiting, asked, rules)
+    (recorder,) = ahead._runner._recorders.values()
+    assert (recorder.num_replays, recorder.num_ahead) == (39, 38)
+    (recorder,) = waiting._runner._recorders.values()
+    assert (recorder.num_replays, recorder.num_ahead) == (39, 0)
+
+
+def test_stops_end_a_request_where_they_would_without_steps_ahead() -> None:
+    """One request at a time, each of which may reuse the pages of those before it."""
+    ids = prompts(8, (40,))[0]
+    ahead, waiting = (engine("cuda", "bfloat16", 128, {}, overlap=on) for on in (True, False))
+    for first in range(0, 12, 2):
+        for own in MIXED:
+            rules = [{"stop_token_ids": tuple(range(first, 192, 12)), **own}]
+            expected = told(waiting, [ids], rules)
+            assert told(ahead, [ids], rules) == expected
+    assert ahead.stats().cached_tokens == waiting.stats().cached_tokens
+    assert ahead.stats().num_pages_cached == waiting.stats().num_pages_cached
+    (recorder,) = ahead._runner._recorders.values()
+    assert recorder.num_ahead
+
+
+def test_requests_that_stop_or_are_aborted_in_flight_leave_the_others_right() -> None:
+    asked = prompts(9, [*LENS, 31, 90])
+    core = engine("cuda", "bfloat16", 128, {}, num_pages=150)
+    reference = engine("cpu", "float32", 128, {})
+    for turn in range(2):
+        results: list[Result] = [[] for _ in asked]
+        stops = [tuple(range(place, 192, 15)) for place in range(len(asked))]
+        reasons: dict[int, str | None] = {}
+        for place, ids in enumerate(asked):
+            params = SamplingParams(
+                max_tokens=30,
+                temperature=0.0,
+                logprobs=20,
+                ignore_eos=True,
+                stop_token_ids=stops[place],
+            )
+            core.add_request(
+                PreparedRequest(request_id=str(place), token_ids=ids, params=params, root=core.root)
+            )
+        num_steps = 0
+        while core.has_work:
+            for output in core.step():
+                assert output.error is None, output.error
+                results[int(output.request_id)] += output.logprobs or []
+                reasons[int(output.request_id)] = output.finish_reason
+            num_steps += 1
+            if num_steps in {3, 6}:
+                core.abort(str(num_steps + turn))
+            core.check()
+        assert_likely(reference, asked, results, TOLERANCE["bfloat16"])
+        for place, result in enumerate(results):
+            is_stop = [entry.token_id in stops[place] for entry in result]
+            assert not any(is_stop[:-1])
+            assert reasons[place] == {True: "stop", False: "length"}[is_stop[-1]] or (
+                reasons[place] is None and place in {3 + turn, 6 + turn}
+            )
+    (recorder,) = core._runner._recorders.values()
+    assert recorder.num_ahead > recorder.num_replays // 2
 
 
 def test_steps_that_do_not_fit_a_recording_run_as_they_are() -> None:
@@ -191,6 +294,6 @@ def test_steps_that_do_not_fit_a_recording_run_as_they_are() -> None:
     (recorder,) = core._runner._recorders.values()
     run(core, prompts(5, (20,)), max_tokens=4)
     assert recorder.num_replays == 3, "the prompt is no decode step"
-    assert recorder.num_planned_ahead == 2
+    assert recorder.num_ahead == 2
     run(core, prompts(5, (20, 30, 40, 50)), max_tokens=4)
     assert recorder.num_replays >= 6

@@ -140,6 +140,30 @@ def test_every_kind_of_row_draws_what_enumeration_says(vocab: int, dtype: torch.
             tokens.append(got[row])
 
 
+def test_tokens_that_only_the_device_knows_are_counted_as_if_they_were_known() -> None:
+    vocab = 300
+    made, waiting = manager(vocab, stops=(4,)), manager(vocab, stops=(4,))
+    names = [str(i) for i in range(len(MIXED))]
+    live = [add(made, name, params) for name, params in zip(names, MIXED, strict=True)]
+    known = [add(waiting, name, params) for name, params in zip(names, MIXED, strict=True)]
+    step = segments(names)
+    logits = [randn(len(MIXED), vocab, seed=index).to(DEVICE) for index in range(7)]
+    under_way = made.plan(step, SampleStep(), {}).launch(logits[0])
+    for index in range(6):
+        plan = made.plan_fixed(len(live), step, SampleStep(), {}, 1)
+        assert plan is not None
+        following = plan.launch(logits[index + 1], under_way.tokens)
+        got = under_way.fetch()
+        expected = sample(waiting, step, logits[index])
+        assert torch.equal(got.token_ids, expected.token_ids)
+        assert got.logprobs == expected.logprobs
+        for place, token in enumerate(got.token_ids.tolist()):
+            live[place].append(token)
+            known[place].append(token)
+        under_way = following
+        made.check()
+
+
 @settings(
     max_examples=15 if IS_INTERPRETED else 150,
     deadline=None,

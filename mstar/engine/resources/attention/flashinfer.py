@@ -1,8 +1,9 @@
-"""FlashInfer's paged attention on CUDA devices."""
+"""FlashInfer's paged attention on CUDA devices, and a kernel of ours for recorded steps."""
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ _TENSOR_CORE_GROUP = 4
 _Int32 = npt.NDArray[np.int32]
 
 
-def _load() -> Any:
+@cache
+def _load(name: str = "flashinfer") -> Any:
     """Return the library, or ``None`` where it is not installed."""
     try:
-        return importlib.import_module("flashinfer")
+        return importlib.import_module(name)
     except ImportError:
         return None
 
@@ -143,53 +145,49 @@ class FixedDecodePlan(AttentionPlan):
     """Steps of one token in each of a fixed number of segments, one after another.
 
     Args:
-        backend: Owner of the kernels.
+        kernels: The module ``decode_cuda``.
+        config: Scale and per-layer rules.
         size: Number of segments.
         indices: int32 with room for all their pages.
     """
 
-    def __init__(self, backend: "Backend", size: int, indices: Mirror) -> None:
-        self._backend = backend
-        self.indices = indices
-        device = indices.tensor.device
-        self._indptr = Mirror(size + 1, torch.int32, device)
-        self._last_page_len = Mirror(size, torch.int32, device)
-        self._wrappers: dict[LayerAttention, Any] = {}
+    def __init__(self, kernels: Any, config: AttentionConfig, size: int, indices: Mirror) -> None:
+        self._kernels = kernels
+        self._config = config
+        self._size = size
+        self._indices = indices
+        self._bounds = Mirror(2 * size, torch.int32, indices.tensor.device)
+        """Each segment's first place in ``indices``, then each one's slots."""
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def fill(self, kv_plan: KVPlan) -> None:
         """Plan a step; what was recorded of ``run`` computes this one from now on."""
         pages = _Pages.of(kv_plan.kv_lens, kv_plan.page_table, kv_plan.layout.page_size)
-        count, room = len(pages.indices), len(self.indices.array)
+        count, room = len(pages.indices), len(self._indices.array)
         assert count <= room, f"{count} pages, room for {room}"
         self._keys, self._values = kv_plan.keys, kv_plan.values
-        self.indices.array[:count] = pages.indices
-        self.indices.send(count)
-        self._last_page_len.array[:] = pages.last_page_len
-        self._last_page_len.send()
-        # How the work is split depends on the numbers of pages only, which seldom change.
-        if self._wrappers and np.array_equal(self._indptr.array, pages.indptr):
-            return
-        self._indptr.array[:] = pages.indptr
-        self._indptr.send()
-        backend = self._backend
-        for rules in dict.fromkeys(backend.config.layers):
-            wrapper = self._wrappers.get(rules)
-            if wrapper is None:
-                wrapper = self._wrappers[rules] = backend.decode_wrapper(
-                    (self._indptr.tensor, self.indices.tensor, self._last_page_len.tensor)
-                )
-                plan = wrapper.plan
-            else:
-                # The wrapper's own takes a millisecond for 256 segments.
-                plan = backend.fast_plan(wrapper)
-            backend.plan_decode(plan, pages, rules)
+        # Most steps read the pages that the last one read.
+        if not np.array_equal(self._indices.array[:count], pages.indices):
+            self._indices.array[:count] = pages.indices
+            self._indices.send(count)
+        self._bounds.array[: self._size] = pages.indptr[:-1]
+        self._bounds.array[self._size :] = kv_plan.kv_lens
+        self._bounds.send()
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         """Attend with all segments."""
-        wrapper = self._wrappers[self._backend.config.layers[layer]]
-        out: Tensor = wrapper.run(query, (self._keys[layer], self._values[layer]))
+        begins, lens = self._bounds.tensor.view(2, -1)
+        rules = self._config.layers[layer]
+        out: Tensor = self._kernels.decode(
+            query.contiguous(),
+            self._keys[layer],
+            self._values[layer],
+            self._kernels.Pages(begins, lens, self._indices.tensor),
+            scale=self._config.scale,
+            window=rules.window,
+            soft_cap=rules.soft_cap,
+        )
         return out
 
 
@@ -241,8 +239,9 @@ class Backend(AttentionBackend):
         return self._current
 
     def plan_fixed(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan | None:
-        """Plan a step of single causal tokens; others are refused."""
-        if not all(is_causal) or not (kv_plan.qo_lens == 1).all():
+        """Plan a step of single causal tokens, where Triton is; others are refused."""
+        kernels = _load("mstar.engine.resources.attention.decode_cuda")
+        if kernels is None or not all(is_causal) or not (kv_plan.qo_lens == 1).all():
             return None
         size = len(kv_plan.qo_lens)
         fixed = self._fixed.get(size)
@@ -251,7 +250,7 @@ class Backend(AttentionBackend):
             known = self._indices
             if known is None or len(known.array) < room:
                 known = self._indices = Mirror(room, torch.int32, kv_plan.layout.device)
-            fixed = self._fixed[size] = FixedDecodePlan(self, size, known)
+            fixed = self._fixed[size] = FixedDecodePlan(kernels, self.config, size, known)
         fixed.fill(kv_plan)
         return fixed
 
@@ -261,12 +260,24 @@ class Backend(AttentionBackend):
 
     def plan_group(self, group: _Group, rules: LayerAttention) -> Any:
         """Return the wrapper that runs a group, planned."""
+        layout, config = self.layout, self.config
         key = (group.kind, rules)
         wrapper = self._wrappers.get(key)
         if group.kind == "decode":
             if wrapper is None:
-                wrapper = self._wrappers[key] = self.decode_wrapper()
-            self.plan_decode(wrapper.plan, group.pages, rules)
+                wrapper = self._wrappers[key] = self._decode_wrapper()
+            wrapper.plan(
+                *group.pages.tensors(),
+                config.num_qo_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                layout.page_size,
+                window_left=_window_left(rules),
+                logits_soft_cap=rules.soft_cap,
+                q_data_type=layout.dtype,
+                kv_data_type=layout.dtype,
+                sm_scale=config.scale,
+            )
             return wrapper
         if wrapper is None:
             # Hopper's own kernels compile for minutes, so only the plainest rule has them.
@@ -275,7 +286,6 @@ class Backend(AttentionBackend):
                 self._workspace, "NHD", backend="auto" if is_plain else "fa2"
             )
             self._wrappers[key] = wrapper
-        layout, config = self.layout, self.config
         is_causal = group.kind == "causal"
         wrapper.plan(
             group.qo_indptr,
@@ -293,49 +303,11 @@ class Backend(AttentionBackend):
         )
         return wrapper
 
-    def decode_wrapper(self, fixed: tuple[Tensor, Tensor, Tensor] | None = None) -> Any:
-        """Return a wrapper for single tokens.
-
-        Args:
-            fixed: Page offsets, pages and lengths of last pages, whose memory it is to use in
-                every step; ``None``: new memory in each.
-        """
-        indptr, indices, last_page_len = fixed or (None, None, None)
+    def _decode_wrapper(self) -> Any:
+        """Return a wrapper for single tokens."""
         group = self.config.num_qo_heads // self.config.num_kv_heads
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            "NHD",
-            use_cuda_graph=fixed is not None,
-            use_tensor_cores=group >= _TENSOR_CORE_GROUP,
-            paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=last_page_len,
-        )
-
-    def fast_plan(self, wrapper: Any) -> Any:
-        """Return what plans a wrapper again whose memory holds the step's pages already."""
-
-        def plan(*args: Any, **kwargs: Any) -> None:
-            self._library.decode.fast_decode_plan(
-                wrapper, *args, **kwargs, global_override_indptr_cpu=args[0]
-            )
-
-        return plan
-
-    def plan_decode(self, plan: Any, pages: _Pages, rules: LayerAttention) -> None:
-        """Call a decode wrapper's ``plan`` for segments of one token each."""
-        config, dtype = self.config, self.layout.dtype
-        plan(
-            *pages.tensors(),
-            config.num_qo_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            self.layout.page_size,
-            window_left=_window_left(rules),
-            logits_soft_cap=rules.soft_cap,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-            sm_scale=config.scale,
+            self._workspace, "NHD", use_tensor_cores=group >= _TENSOR_CORE_GROUP
         )
 
 

@@ -56,6 +56,21 @@ def test_a_place_is_named_once_with_its_bias_and_its_ban() -> None:
     assert until.tolist() == [3, 0, 3, 0]
 
 
+def test_token_counted_before_it_was_known_is_not_counted_again() -> None:
+    seen, tokens = SeenTokens(VOCAB, CPU), [1, 2]
+    own = stream(tokens, frequency_penalty=1.0)
+    slot = seen.slot(own)
+    seen.catch_up(own)
+    seen.note(own, 1)
+    seen.codes[slot, 3] += 2
+    tokens.append(3)
+    # Neither by the next step ahead, nor by one that is not.
+    seen.codes[slot, 5] = 8
+    seen.catch_up(own)
+    assert seen.next_token(own) == -1
+    assert seen.codes[slot].tolist() == [0, 0, 0, 2, 0, 8]
+
+
 class Seen(RuleBasedStateMachine):
     """Counts of streams that come, grow, are cut back and go, against counts made anew."""
 
