@@ -417,4 +417,4 @@ class EncoderMachine(RuleBasedStateMachine):
 
 
 TestEncoderMachine = EncoderMachine.TestCase
-TestEncoderMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestEncoderMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -171,7 +171,7 @@ def matched_of(written: list[Layout], asker: Layout, when: float) -> int:
 
 
 @given(worlds())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_reason_and_place_are_those_of_a_comparison_slot_by_slot(
     world: tuple[list[Layout], Layout, float],
 ) -> None:
@@ -208,7 +208,7 @@ def test_reason_and_place_are_those_of_a_comparison_slot_by_slot(
 
 
 @given(worlds(), st.integers(0, 9), st.integers(0, 9), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_page_that_was_evicted_is_named_with_the_time_since(
     world: tuple[list[Layout], Layout, float], ago: int, later: int, data: st.DataObject
 ) -> None:
