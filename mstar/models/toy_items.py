@@ -12,11 +12,17 @@ from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.graph import Edge
 from mstar.engine.resources.encoder.config import EncoderConfig, EncoderSpec, EncoderStep
 from mstar.engine.resources.encoder.manager import EncoderPlan
-from mstar.engine.resources.position.config import PositionSpec, PosScheme
+from mstar.engine.resources.position.config import (
+    PositionConfig,
+    PositionSpec,
+    PositionStep,
+    PosScheme,
+)
+from mstar.engine.resources.position.counters import SpanCounters
 from mstar.engine.resources.step import NodeStep
 from mstar.models.decoder import DecoderModel, load
 from mstar.models.dummy import DummyCheckpoint
-from mstar.models.items import ItemDecoderNode, item_of, tensor_of
+from mstar.models.items import ItemDecoderNode, item_of, pieces, tensor_of
 from mstar.models.toy import TOY_CONFIG
 
 KIND = "picture"
@@ -53,8 +59,36 @@ class ToyEncoder(Node):
         return (x + x.mean(0)) @ self._weight
 
 
+class ToyGridDecoder(ItemDecoderNode):
+    """Numbers the slots of a picture by rows of two, and tells the positions itself."""
+
+    def declare(self, batch: Batch) -> NodeStep:
+        """Give the ids of every slot, where a picture is among them."""
+        step = super().declare(batch)
+        found = list(pieces(batch))
+        if not found:
+            return step
+        ids = []
+        for request, segment in zip(batch.requests, batch.segments, strict=True):
+            counters = SpanCounters(request.prepared.spans, PositionConfig(kv_cache="kv"))
+            first = request.num_computed_tokens
+            ids.append(torch.from_numpy(counters.ids(first, first + segment.span)))
+        joined = torch.cat(ids)
+        for piece in found:
+            rows = slice(piece.row, piece.row + piece.stop - piece.start)
+            places = torch.arange(piece.start, piece.stop)
+            joined[rows] += places // 2 - places
+        position = PositionStep(pos_ids=joined)
+        return NodeStep(step.segments, {**step.resources, "position": position})
+
+
 def toy_item_model(
-    seed: int = 0, scheme: PosScheme = PosScheme.SEQUENTIAL, block_step: int = 1, **changes: Any
+    seed: int = 0,
+    scheme: PosScheme = PosScheme.SEQUENTIAL,
+    block_step: int = 1,
+    *,
+    has_grid: bool = False,
+    **changes: Any,
 ) -> DecoderModel:
     """Return a two-layer decoder that reads pictures, with drawn weights, on the CPU.
 
@@ -62,6 +96,7 @@ def toy_item_model(
         seed: Decides every weight.
         scheme: Rule of its positions.
         block_step: Belongs to ``PosScheme.BLOCK``.
+        has_grid: The decoder gives the ids inside pictures itself.
         changes: Fields of its ``config.json`` that are to differ from the toy's own.
     """
     config = TOY_CONFIG | {"architectures": ["LlamaForCausalLM"]} | changes
@@ -70,7 +105,7 @@ def toy_item_model(
         name="toy-items",
         dtype=torch.float32,
         device=torch.device("cpu"),
-        node_class=ItemDecoderNode,
+        node_class=ToyGridDecoder if has_grid else ItemDecoderNode,
     )
     (decoder,) = model.nodes
     hidden_size = config["hidden_size"]

@@ -11,18 +11,19 @@ from mstar.models.toy_items import ToyEncoder, toy_item_model
 from tests.laws.harness import PAGE_SIZE, Answer, Bench, Picture, Prompt, ask, assert_same, prompt
 
 SCHEMES = {
-    "sequential": (PosScheme.SEQUENTIAL, 1, None),
-    "sequential, pictures advance by 2": (PosScheme.SEQUENTIAL, 1, 2),
-    "blocks": (PosScheme.BLOCK, 1, None),
-    "blocks of 3, pictures advance by 5": (PosScheme.BLOCK, 3, 5),
+    "sequential": (PosScheme.SEQUENTIAL, 1, None, False),
+    "sequential, pictures advance by 2": (PosScheme.SEQUENTIAL, 1, 2, False),
+    "blocks": (PosScheme.BLOCK, 1, None, False),
+    "blocks of 3, pictures advance by 5": (PosScheme.BLOCK, 3, 5, False),
+    "explicit ids in pictures, which advance by 7": (PosScheme.SEQUENTIAL, 1, 7, True),
 }
 Kind = tuple[DecoderModel, int | None]
 
 
 @pytest.fixture(scope="module", params=list(SCHEMES.values()), ids=list(SCHEMES))
 def kind(request: pytest.FixtureRequest) -> Kind:
-    scheme, step, advance = request.param
-    return toy_item_model(scheme=scheme, block_step=step), advance
+    scheme, step, advance, has_grid = request.param
+    return toy_item_model(scheme=scheme, block_step=step, has_grid=has_grid), advance
 
 
 def encoder_of(model: DecoderModel) -> ToyEncoder:
