@@ -25,6 +25,7 @@ class IndexNews:
         """Where the content of a key that consumers know is, while any medium has it."""
         self.tiers: TierStack | None = None
         """Where evicted pages go, once that is known."""
+        self._prune_at = 1024
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -35,6 +36,10 @@ class IndexNews:
         self._tell(key, keys, number, Medium.DEVICE)
         if self.tiers is not None:
             self._content[key] = (keys, number)
+            if len(self._content) > self._prune_at:
+                # A tier may have lost pages without a word.
+                known = {key: at for key, at in self._content.items() if self._is_anywhere(key)}
+                self._content, self._prune_at = known, 2 * len(known) + 1024
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Tell that pages have left the pool."""

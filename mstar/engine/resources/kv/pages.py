@@ -50,6 +50,8 @@ class PagePool:
         """Until when each page is protected, by ``clock``."""
         self._protected: list[tuple[float, int, list[int]]] = []
         """Heap of releases of protected pages: until when, their clock, and the pages."""
+        self._expired: list[tuple[int, float, list[int]]] = []
+        """Heap of those whose time is over: clock, until when, and the pages."""
         self._on_evict = on_evict
         self._free: list[int] = list(range(num_pages, 0, -1))
         self._ref_count = np.zeros(num_pages + 1, np.int32)
@@ -176,6 +178,7 @@ class PagePool:
         self._is_kept[:] = False
         self._queue.clear()
         self._protected.clear()
+        self._expired.clear()
         self._until[:] = 0
         self._num_queued = 0
         self.num_retained = 0
@@ -207,13 +210,32 @@ class PagePool:
                 self._queue.append((self._clock, part))
 
     def _expire(self) -> None:
-        """Put releases whose time is over before all others."""
+        """Let releases whose time is over compete with all others by when they were used last."""
         now = self._time()
-        expired = []
         while self._protected and self._protected[0][0] <= now:
+            until, clock, pages = heapq.heappop(self._protected)
+            heapq.heappush(self._expired, (clock, until, pages))
+
+    def _oldest(self) -> tuple[int, list[int]]:
+        """Return the next release to evict from: its clock, and its pages.
+
+        A page is released no sooner than those behind it in its stream. Of one release, what was
+        never protected stands behind what was, and goes first.
+        """
+        if self._expired and (not self._queue or self._expired[0][0] < self._queue[0][0]):
+            clock, _, pages = self._expired[0]
+            return clock, pages
+        if not self._queue:
             _, clock, pages = heapq.heappop(self._protected)
-            expired.append((clock, pages))
-        self._queue.extendleft(reversed(expired))
+            self._queue.append((clock, pages))
+        return self._queue[0]
+
+    def _drop_oldest(self, pages: list[int]) -> None:
+        """Forget the release of ``pages``, which ``_oldest`` has returned."""
+        if self._expired and self._expired[0][2] is pages:
+            heapq.heappop(self._expired)
+        else:
+            self._queue.popleft()
 
     def _is_current(self, page: int, clock: int) -> bool:
         return (
@@ -226,6 +248,7 @@ class PagePool:
         """Drop entries of the queue that were taken up again, so that it stays bounded."""
         old, self._queue = self._queue, deque()
         kept, self._protected = self._protected, []
+        expired, self._expired = self._expired, []
         self._num_queued = self.num_retained
         for clock, pages in old:
             current = [page for page in pages if self._is_current(page, clock)]
@@ -235,14 +258,15 @@ class PagePool:
             current = [page for page in pages if self._is_current(page, clock)]
             if current:
                 heapq.heappush(self._protected, (until, clock, current))
+        for clock, until, pages in expired:
+            current = [page for page in pages if self._is_current(page, clock)]
+            if current:
+                heapq.heappush(self._expired, (clock, until, current))
 
     def _evict(self) -> int:
         self._expire()
         while True:
-            if not self._queue:
-                _, clock, pages = heapq.heappop(self._protected)
-                self._queue.append((clock, pages))
-            clock, pages = self._queue[0]
+            clock, pages = self._oldest()
             while pages:
                 page = pages.pop()
                 self._num_queued -= 1
@@ -252,7 +276,7 @@ class PagePool:
                     self._is_kept[page] = False
                     self._until[page] = 0
                     return page
-            self._queue.popleft()
+            self._drop_oldest(pages)
 
     def check(self) -> None:
         """Verify that every page is in exactly one state and the counts agree."""
@@ -261,6 +285,7 @@ class PagePool:
         assert 0 not in free, "the sink page was freed"
         assert self._ref_count[0] == 0, f"the sink page has {self._ref_count[0]} holders"
         entries = [*self._queue, *((clock, pages) for _, clock, pages in self._protected)]
+        entries += [(clock, pages) for clock, _, pages in self._expired]
         queued = sum(len(pages) for _, pages in entries)
         assert queued == self._num_queued, (queued, self._num_queued)
         retained: set[int] = set()

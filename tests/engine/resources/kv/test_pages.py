@@ -96,6 +96,44 @@ def test_queue_stays_bounded_when_long_prefixes_are_reused_for_ever() -> None:
     assert pool.num_retained == 80
 
 
+def test_page_whose_time_is_over_goes_after_those_that_build_on_it() -> None:
+    now = [0.0]
+    evicted: list[int] = []
+    pool = PagePool(8, evicted.extend, 8, lambda: now[0])
+    stem = pool.try_allocate(2)
+    assert stem is not None
+    for page in stem:
+        pool.keep(page)
+    pool.protect(stem, 1.0)
+    pool.release(stem)
+    pool.retain(stem)
+    tail = pool.try_allocate(2)
+    assert tail is not None
+    for page in tail:
+        pool.keep(page)
+    pool.release([*stem, *tail])
+    now[0] = 2.0
+    pool.try_allocate(8)
+    assert evicted == [tail[1], tail[0], stem[1], stem[0]]
+
+
+def test_time_that_is_over_leaves_a_page_no_worse_off_than_one_that_had_none() -> None:
+    now = [0.0]
+    evicted: list[int] = []
+    pool = PagePool(4, evicted.extend, 4, lambda: now[0])
+    old, hinted = pool.try_allocate(2), pool.try_allocate(2)
+    assert old is not None
+    assert hinted is not None
+    for page in (*old, *hinted):
+        pool.keep(page)
+    pool.release(old)
+    pool.protect(hinted, 1.0)
+    pool.release(hinted)
+    now[0] = 2.0
+    pool.try_allocate(4)
+    assert evicted == [*old[::-1], *hinted[::-1]]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Streams that hold pages, against counts in dictionaries and one list of idle pages."""
 
@@ -106,13 +144,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(num_pages, self.evicted.extend, max_protected, lambda: self.now)
         self.num_pages, self.max_protected = num_pages, max_protected
         self.until: dict[int, float] = {}
-        self.guarded: list[tuple[float, int, int]] = []
-        """Protected pages that nobody holds: until when, order of release, page."""
+        self.guarded: list[tuple[float, int, int, int]] = []
+        """Protected pages that nobody holds: until when, release, place in it, page."""
         self.num_released = 0
         self.streams: list[list[int]] = []
         self.kept: set[int] = set()
-        self.idle: list[int] = []
-        """Kept pages that nobody holds, the next to go first."""
+        self.order: list[tuple[int, bool, float, int, int]] = []
+        """Kept pages that nobody holds: release, was protected, until when, place, page."""
 
     def count(self, page: int) -> int:
         return sum(stream.count(page) for stream in self.streams)
@@ -132,7 +170,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(pages) & held
         if count > num_free:
             self.expire()
-        order = self.idle + [page for _, _, page in sorted(self.guarded)]
+        order = self.idle + [entry[-1] for entry in sorted(self.guarded)]
         expected = order[: max(0, count - num_free)]
         assert self.evicted[before:] == expected
         self.forget(expected)
@@ -142,13 +180,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.streams.append(pages)
 
     def expire(self) -> None:
-        over = sorted(entry for entry in self.guarded if entry[0] <= self.now)
+        over = [entry for entry in self.guarded if entry[0] <= self.now]
         self.guarded = [entry for entry in self.guarded if entry not in over]
-        self.idle = [page for _, _, page in over] + self.idle
+        self.order += [(release, True, until, place, p) for until, release, place, p in over]
+
+    @property
+    def idle(self) -> list[int]:
+        return [entry[-1] for entry in sorted(self.order)]
 
     def forget(self, pages: list[int]) -> None:
-        self.idle = [page for page in self.idle if page not in pages]
-        self.guarded = [entry for entry in self.guarded if entry[2] not in pages]
+        self.order = [entry for entry in self.order if entry[-1] not in pages]
+        self.guarded = [entry for entry in self.guarded if entry[-1] not in pages]
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -156,16 +198,19 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.streams) - 1))
         pages = self.streams.pop(index)
         self.pool.release(pages)
-        for page in reversed(pages):
+        self.num_released += 1
+        for place, page in enumerate(reversed(pages)):
             if self.count(page):
                 continue
             if page not in self.kept:
                 self.until.pop(page, None)
             elif self.until.get(page, 0) > self.now:
-                self.num_released += 1
-                self.guarded.append((self.until[page], self.num_released, page))
+                self.guarded.append((self.until[page], self.num_released, place, page))
             else:
-                self.idle.append(page)
+                # A time that was over before the release counts as none.
+                is_split = any(self.until.get(p, 0) > self.now for p in pages if p in self.kept)
+                until = self.until.get(page, 0.0) if is_split else 0.0
+                self.order.append((self.num_released, False, until, place, page))
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -178,7 +223,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
         held = {page for stream in self.streams for page in stream}
-        known = sorted(held | set(self.idle) | {page for _, _, page in self.guarded})
+        known = sorted(held | set(self.idle) | {entry[-1] for entry in self.guarded})
         pages = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         self.pool.retain(pages)
         self.forget(pages)
@@ -205,7 +250,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def drop_kept(self) -> None:
         assert self.pool.drop_kept() == len(self.idle) + len(self.guarded)
-        self.idle, self.kept, self.until, self.guarded = [], set(), {}, []
+        self.order, self.kept, self.until, self.guarded = [], set(), {}, []
 
     @invariant()
     def books_agree(self) -> None:

@@ -84,8 +84,8 @@ class Walk:
         self.number += 1
         root = self.rng.choice([*ROOTS, ROOTS[0], ROOTS[0], None])
         stream = Stream(f"r{self.number}", tokens, spans, root)
-        if self.rng.random() < 0.1:
-            stream.retain_seconds = 100.0
+        if self.rng.random() < 0.2:
+            stream.retain_seconds = self.rng.choice([1e-4, 5e-3, 100.0])
         self.open(stream)
 
     def open(self, stream: Stream) -> None:

@@ -142,7 +142,9 @@ class PageFiles:
         Returns:
             The valid slots, or ``None`` if the file is broken and ``image`` is worth nothing.
         """
-        handle = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # A pipe under a page's name must not make the reader wait for a writer.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(self.path(key), flags)
         with open(handle, "rb", buffering=0) as file:
             nbytes = os.fstat(handle).st_size
             head = file.read(_HEAD_NBYTES)

@@ -749,3 +749,13 @@ def test_two_processes_share_a_folder_without_harm(tmp_path: Path) -> None:
     # Each may be ahead of the other by an eighth of the capacity and the page at hand.
     assert nbytes_under(tmp_path) <= (12 + 2 + 2) * 4200
     assert files_under(tmp_path, ".tmp") == []
+
+
+def test_pipe_under_a_pages_name_is_a_miss_and_keeps_nobody_waiting(open_tier: Opener) -> None:
+    tier = open_tier()
+    put(tier, 1)
+    assert tier.flush(WAIT)
+    (path,) = files_under(tier._files.folder, ".kv")
+    path.unlink()
+    os.mkfifo(path)
+    assert not holds(open_tier(), 1)
