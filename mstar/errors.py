@@ -8,6 +8,7 @@
     ├── WeightsError           a checkpoint's files are broken              (a ValueError)
     ├── TraceError             a request trace is broken                    (a ValueError)
     ├── UnsupportedError       nothing here can do it; carries the reasons  (a NotImplementedError)
+    ├── StorageError           a store could not do what it must            (an OSError)
     ├── EngineDeadError        the engine process ended when needed         (a RuntimeError)
     └── RequestError           a request is wrong; carries param and code   (a ValueError)
         ├── ContextLengthError     prompt or output exceed the model's context
@@ -49,6 +50,10 @@ class UnsupportedError(MstarError, NotImplementedError):
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         self.reasons = tuple(reasons)
         super().__init__("; ".join([message, *self.reasons]) if self.reasons else message)
+
+
+class StorageError(MstarError, OSError):
+    """A store could not do what must not fail in silence."""
 
 
 class EngineDeadError(MstarError, RuntimeError):

@@ -247,7 +247,11 @@ class EngineCore:
             self._scheduler.remove(request)
 
     def reset_prefix_cache(self) -> int:
-        """Forget everything kept for reuse, in every tier; returns how many entries went."""
+        """Forget everything kept for reuse, in every tier; returns how many entries went.
+
+        Raises:
+            StorageError: If a tier could not be emptied; all else is forgotten.
+        """
         return self._runner.reset()
 
     def explain(self, prepared: PreparedRequest) -> dict[str, Any]:

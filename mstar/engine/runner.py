@@ -14,7 +14,7 @@ from mstar.engine.request import Request
 from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep, ResourceStep, Segment
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, StorageError
 
 _MAX_ENDED = 32
 """Requests that have ended and are still explained."""
@@ -248,8 +248,20 @@ class Runner:
         return output
 
     def reset(self) -> int:
-        """Forget everything that is kept for reuse only; returns how many entries went."""
-        return sum(resource.reset() for resource in self.resources.values())
+        """Forget everything that is kept for reuse only; returns how many entries went.
+
+        Raises:
+            StorageError: If something is left in a store; all else is forgotten.
+        """
+        count, failure = 0, None
+        for resource in self.resources.values():
+            try:
+                count += resource.reset()
+            except StorageError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return count
 
     def check(self) -> None:
         """Verify the invariants of every resource."""

@@ -11,7 +11,7 @@ from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, ErrorInfo
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.kv.explain import ReuseReport
-from mstar.errors import MstarError, RequestError
+from mstar.errors import MstarError, RequestError, StorageError
 from mstar.models import load_model
 from mstar.server.child import become_child
 from mstar.server.config import EngineOptions
@@ -19,6 +19,7 @@ from mstar.server.logs import configure_logging
 from mstar.transport.channel import ChildChannel
 from mstar.transport.kv_events import EventPublisher
 from mstar.transport.messages import (
+    STORAGE_CODE,
     AbortRequests,
     AddRequests,
     Answer,
@@ -154,6 +155,8 @@ class EngineLoop:
         except RequestError as error:
             info = ErrorInfo(error.message, error.code, error.param)
             return Refused(call_id=call_id, error=info)
+        except StorageError as error:
+            return Refused(call_id=call_id, error=ErrorInfo(str(error), STORAGE_CODE))
 
     def _add(self, prepared: PreparedRequest) -> None:
         try:

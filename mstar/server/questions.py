@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mstar.server.failures import ApiError
 from mstar.transport.messages import (
+    STORAGE_CODE,
     CacheReset,
     Explained,
     ExplainPrompt,
@@ -85,7 +86,7 @@ class Questions:
         finally:
             del self._pending[call_id]
         if isinstance(reply, Refused):
-            raise ApiError.of(400, reply.error)
+            raise ApiError.of(500 if reply.error.code == STORAGE_CODE else 400, reply.error)
         return reply
 
     def answered(self, reply: Reply) -> None:

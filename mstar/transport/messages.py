@@ -226,6 +226,10 @@ class CacheReset(Answer, frozen=True, kw_only=True, tag="cache_reset"):
     """Pages that went, each tier's by themselves."""
 
 
+STORAGE_CODE = "storage_error"
+"""Code of a question that a store failed."""
+
+
 class Refused(Answer, frozen=True, kw_only=True, tag="refused"):
     """A question that asked for something impossible."""
 

@@ -9,6 +9,7 @@ from mstar.engine.resources.kv.explain import shut
 from mstar.server.failures import ApiError
 from mstar.server.questions import Questions, dead_engine
 from mstar.transport.messages import (
+    STORAGE_CODE,
     CacheReset,
     Explained,
     ExplainPrompt,
@@ -93,6 +94,16 @@ async def test_a_refusal_is_the_askers_mistake() -> None:
     with pytest.raises(ApiError) as caught:
         await asked
     assert (caught.value.status, caught.value.error) == (400, error)
+
+
+async def test_a_store_that_fails_is_the_servers_fault() -> None:
+    questions = Questions(Engine().try_send, 5.0)
+    asked = asyncio.create_task(questions.reset_cache())
+    await turn()
+    questions.answered(Refused(call_id=0, error=ErrorInfo("read-only", STORAGE_CODE)))
+    with pytest.raises(ApiError) as caught:
+        await asked
+    assert caught.value.status == 500
 
 
 async def test_an_asker_that_goes_away_leaves_nothing() -> None:

@@ -639,19 +639,23 @@ class KVManager(Resource):
         return counted
 
     def reset(self) -> int:
-        """Forget every key; pages of running streams stay theirs but are not shared any more."""
+        """Forget every key; pages of running streams stay theirs but are not shared any more.
+
+        Raises:
+            StorageError: If a tier could not be emptied; all else is forgotten.
+        """
         count = self.index.clear()
         self.pool.drop_kept()
         self.history.clear()
-        if self._offload is not None:
-            count += self._offload.clear()
-        if self._news is not None:
-            self._news.cleared()
         for stream in self._streams.values():
             self._index_at[stream.row] = _NEVER
             self._move_frontier(stream, ())
             stream.keys = None
-        return count
+        try:
+            return count + (self._offload.clear() if self._offload is not None else 0)
+        finally:
+            if self._news is not None:
+                self._news.cleared()
 
     def check(self) -> None:
         """Verify conservation of pages and agreement of pool, index and tables."""

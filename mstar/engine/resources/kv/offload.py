@@ -13,7 +13,7 @@ from mstar.engine.resources.kv.tiers.base import Name, Tier
 from mstar.engine.resources.kv.tiers.disk import DiskTier
 from mstar.engine.resources.kv.tiers.host import HostTier
 from mstar.engine.resources.kv.tiers.stack import TierStack
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, StorageError
 
 
 def open_tiers(
@@ -151,9 +151,17 @@ class Offload:
         return page
 
     def clear(self) -> int:
-        """Empty all tiers; returns how many pages went."""
+        """Empty all tiers; returns how many pages went.
+
+        Raises:
+            StorageError: If a tier could not be emptied; the others are.
+        """
         self.origin.clear()
-        return self.tiers.clear()
+        count = self.tiers.clear()
+        for tier in self.tiers.tiers:
+            if tier.refusal is not None:
+                raise StorageError(tier.refusal)
+        return count
 
     def flush(self, timeout: float) -> None:
         """Hand all that is indexed to the tiers and end their work.

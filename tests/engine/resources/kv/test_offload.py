@@ -1,3 +1,5 @@
+import errno
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,9 +12,10 @@ from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.kv.offload import Offload, open_tiers
 from mstar.engine.resources.kv.tiers.base import Evicted, Image, Name, Tier
+from mstar.engine.resources.kv.tiers.files import PageFiles
 from mstar.engine.resources.kv.tiers.stack import TierStack
 from mstar.engine.resources.spans import Span
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, StorageError
 from tests.engine.resources.kv.sentinel import (
     CONFIG,
     PAGE_SIZE,
@@ -399,6 +402,28 @@ def test_one_reset_empties_the_tiers_too() -> None:
     assert manager.reset() == 2 + 2 + 1
     assert (len(fast), len(slow)) == (0, 0)
     assert open_restored(manager, TOKENS).stored == 0
+
+
+def test_reset_that_leaves_files_behind_says_so_and_forgets_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(
+        3, disk_cache_bytes=1 << 20, disk_cache_dir=str(tmp_path), host_cache_bytes=1 << 20
+    )
+    write(manager, [1, 2, 3, 4, 5, 6])
+
+    def refuse(files: PageFiles) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(PageFiles, "put_away", refuse)
+    with pytest.raises(StorageError, match=r"Read-only file system.*remove the folder"):
+        manager.reset()
+    assert manager.usage() == (3, 0, 0)
+    again = Stream("again", [1, 2, 3, 4, 5, 6], [], b"root")
+    manager.restore(again.opening())
+    assert again.match(manager) == 0
+    manager.check()
+    manager.disconnect(10.0)
 
 
 def test_tiers_are_those_that_a_deployment_has_room_for(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class Tier(ABC):
         self.max_pages = capacity_bytes // stored_nbytes
         """Pages with one name each that fit."""
         self.counts = TierCounts()
+        self.refusal: str | None = None
+        """Why the last ``clear`` left something behind; ``None``: it did not."""
         self._changes: deque[Change] | None = None
 
     @abstractmethod

@@ -191,12 +191,12 @@ class DiskTier(Tier):
             except OSError as error:
                 away, num_removed = None, 0
                 self._is_shut = True
-                logger.error(
-                    "the KV cache's files in %s could not be removed: %s; the disk tier is shut "
-                    "until they are gone and the server has started again",
-                    self._files.folder,
-                    error.strerror or error,
+                self.refusal = (
+                    f"the KV cache's files in {self._files.folder} could not be removed: "
+                    f"{error.strerror or error}; the disk tier is shut, and what is there may come "
+                    "back when the server starts again: remove the folder before"
                 )
+                logger.error("%s", self.refusal)
             if away is not None:
                 self._away.append(away)
             self._note("cleared", ())
