@@ -48,6 +48,8 @@ class Walk:
             ("open", "reused", "cut", "skip", "fork", "host", "disk", "preempt", "reset"), 0
         )
         self.told: dict[str, set[bytes]] = {}
+        self.full: set[bytes] = set()
+        """Keys of full pages that were told at any time; what tiers hold of others has no ids."""
         self.rules: list[tuple[int, Callable[[], None]]] = [
             (20, self.open_new),
             (45, self.compute),
@@ -180,17 +182,25 @@ class Walk:
             found, _ = read(self.manager, name)
             assert len(found) == stream.stored
             torch.testing.assert_close(found, stream.contents[: stream.stored], rtol=0, atol=0)
+        offload = self.manager._offload
+        if offload is not None:
+            for tier in offload.tiers.tiers:
+                assert tier.flush(10.0)
         for event in self.manager.take_events():
             match event:
                 case BlockStored():
                     self.told.setdefault(str(event.medium), set()).update(event.block_hashes)
+                    self.full.update(event.block_hashes)
                 case BlockRemoved():
-                    self.told[str(event.medium)] -= set(event.block_hashes)
+                    gone = set(event.block_hashes)
+                    self.told.setdefault(str(event.medium), set()).difference_update(gone)
                 case AllBlocksCleared():
                     self.told.clear()
         index = self.manager.index
         keys = {names.key for _, names in index.items() if names.key is not None}
         assert self.told.get("GPU", set()) == keys
+        for tier in offload.tiers.tiers if offload is not None else ():
+            assert self.told.get(tier.medium, set()) == set(tier.keys()) & self.full
 
     def end(self) -> None:
         for name in list(self.streams):
