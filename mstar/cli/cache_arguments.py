@@ -2,10 +2,10 @@
 
 import argparse
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mstar.cli.client import DEFAULT_URL, Client
+from mstar.cli.parser import at_least
 from mstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,18 +68,3 @@ def client_of(arguments: argparse.Namespace) -> Client:
     """Return a client of the server that the arguments name."""
     key = arguments.api_key
     return Client(arguments.url, os.environ.get("MSTAR_API_KEY") if key is None else key)
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """Return a reader of integers that are not below a bound."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is below {low}")
-        return value
-
-    return read

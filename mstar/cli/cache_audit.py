@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
-from mstar.cli.cache_arguments import add_json, add_server, at_least, client_of
+from mstar.cli.cache_arguments import add_json, add_server, client_of
 from mstar.cli.client import ServerError
+from mstar.cli.parser import at_least
 from mstar.cli.probe import Probe, Reply, Shape
 from mstar.cli.ranks import detectable_shift, rank_test
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mstar.cli.parser import at_least
 from mstar.errors import ConfigError
 
 _UNLIMITED = "unlimited"
@@ -34,7 +35,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add(
         "--page-size",
-        type=_list_of(_positive),
+        type=_list_of(at_least(1)),
         default=[512],
         metavar="N[,N…]",
         help="page sizes, in tokens; each divides the trace's blocks of 512 (default: 512)",
@@ -46,12 +47,12 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add(
         "--concurrency",
-        type=_positive,
+        type=at_least(1),
         default=1,
         metavar="N",
         help="requests open at once; arrival times are not read (default: %(default)s)",
     )
-    add("--limit", type=_positive, metavar="N", help="replay the first N requests only")
+    add("--limit", type=at_least(1), metavar="N", help="replay the first N requests only")
     add("--json", type=Path, metavar="FILE", help="write the counts here as JSON")
     add(
         "--plot",
@@ -61,18 +62,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
 def _pool(text: str) -> int | None:
-    return None if text == _UNLIMITED else _positive(text)
+    return None if text == _UNLIMITED else at_least(1)(text)
 
 
 def _list_of(parse: Callable[[str], int | None]) -> Callable[[str], list[int | None]]:

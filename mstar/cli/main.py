@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstar.cli import cache, environment, kv_events
 from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, sampling_defaults, talk
-from mstar.cli.parser import Parser
+from mstar.cli.parser import Parser, at_least
 from mstar.errors import MstarError, RequestError
 from mstar.version import __version__
 
@@ -84,19 +84,6 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above zero")
     return size
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is below {low}")
-        return value
-
-    return parse
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,7 +162,7 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="demand this bearer token (default: $MSTAR_API_KEY)")
     add(
         "--max-num-queued-reqs",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="answer 429 while so many wait for their first token (default: no limit)",
     )
@@ -202,7 +189,7 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-preprocess-workers",
-        type=_at_least(1),
+        type=at_least(1),
         default=1,
         metavar="N",
         help="processes that template and tokenize (default: %(default)s)",
@@ -234,18 +221,18 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--max-model-len",
-        type=_at_least(2),
+        type=at_least(2),
         metavar="N",
         help="tokens of prompt and answer together (default: what the model and the cache allow)",
     )
-    add("--max-num-seqs", type=_at_least(1), metavar="N", help="requests that run at once")
-    add("--max-num-batched-tokens", type=_at_least(1), metavar="N", help="tokens of one step")
-    add("--block-size", type=_at_least(1), metavar="N", help="tokens of one KV page")
+    add("--max-num-seqs", type=at_least(1), metavar="N", help="requests that run at once")
+    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help="tokens of one step")
+    add("--block-size", type=at_least(1), metavar="N", help="tokens of one KV page")
     add(
         "--num-gpu-blocks-override",
         "--num-pages",
         dest="num_pages",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="KV pages, whatever memory they take",
     )
@@ -308,7 +295,7 @@ def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int, temperature:
     add(
         "-n",
         "--max-tokens",
-        type=_at_least(1),
+        type=at_least(1),
         default=max_tokens,
         metavar="N",
         help="tokens to generate at most (default: %(default)s)",

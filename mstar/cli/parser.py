@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 
@@ -48,3 +49,18 @@ def _dashes(argument: str) -> str:
         return argument
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """Return a reader of integers that are not below a bound."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is below {low}")
+        return value
+
+    return read

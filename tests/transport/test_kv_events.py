@@ -363,6 +363,9 @@ def test_closing_twice_is_closing_once() -> None:
     publisher = EventPublisher(ANY)
     publisher.close()
     publisher.close()
+    again = EventPublisher(publisher.endpoint)
+    assert again.endpoint == publisher.endpoint, "the address was not given back"
+    again.close()
 
 
 def test_example_consumer_of_the_docs_follows(publisher: EventPublisher) -> None:

@@ -574,8 +574,8 @@ class KVManager(Resource):
         mark = (full + 1) * size
         if keys.has_items:
             used = named - full * size
-            own = self._table.pages(stream.row)[max(full - 1, 0) : full + 1].tolist()
-            if used:
+            if used and keys.ends(full):
+                own = self._table.pages(stream.row)[max(full - 1, 0) : full + 1].tolist()
                 self._index_ends(keys, full, own[-1], own[0] if full else None, used)
             mark = keys.next_mark(stored)
         self._index_at[stream.row] = mark if named == stored else _NEVER
