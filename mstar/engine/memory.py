@@ -117,7 +117,15 @@ def _try_out(
     num_pages = budget // deployment.page_size + 2 * deployment.max_num_seqs
     longest = min(deployment.max_model_len, num_pages * deployment.page_size)
     engine = start(
-        replace(deployment, num_pages=num_pages, max_model_len=longest, cuda_graphs=False)
+        replace(
+            deployment,
+            num_pages=num_pages,
+            max_model_len=longest,
+            cuda_graphs=False,
+            # A trial leaves nothing in places that outlive it.
+            host_cache_bytes=0,
+            disk_cache_bytes=0,
+        )
     )
     num_seqs = min(deployment.max_num_seqs, budget)
     for length in (longest - 1, max(min(budget // num_seqs, longest - 1), 1)):

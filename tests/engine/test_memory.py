@@ -93,6 +93,13 @@ def test_the_trial_runs_the_longest_prompt_and_the_most_prompts() -> None:
     assert trial.deployment.max_model_len == 100
 
 
+def test_the_trial_leaves_nothing_in_the_tiers_that_the_engine_gets() -> None:
+    wanted = replace(GIVEN, host_cache_bytes=1 << 20, disk_cache_bytes=1 << 20, disk_cache_dir="x")
+    out, trial = fitted(wanted, 0, 10**8)
+    assert (trial.deployment.host_cache_bytes, trial.deployment.disk_cache_bytes) == (0, 0)
+    assert (out.host_cache_bytes, out.disk_cache_bytes) == (1 << 20, 1 << 20)
+
+
 def test_a_small_model_gets_no_more_pages_than_are_worth_it() -> None:
     out, _ = fitted(GIVEN, 0, 10**13)
     assert out.num_pages == 2**20
