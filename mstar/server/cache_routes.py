@@ -46,7 +46,7 @@ def add_cache_routes(app: FastAPI, bridge: Bridge, tokenizer: Callable[[], TextT
         if report is None:
             message = (
                 f"nothing is known of the answer {clip(answer_id, 100)!r}; give the id of one of "
-                "the last thousand or so, from an engine that reuses and was not restarted since"
+                "the requests that run or ended lately, from an engine that was not restarted since"
             )
             raise ApiError(404, message, code="answer_not_found", param="answer_id")
         return explained(report)
