@@ -1,39 +1,34 @@
 """What a request must keep to be taken in by an engine."""
 
 from mstar.engine.model import Model
-from mstar.engine.request import PreparedRequest
-from mstar.engine.resources.spans import check_spans
+from mstar.engine.request import Component, PreparedRequest
+from mstar.engine.resources.spans import DIGEST_BYTES, check_spans
 from mstar.errors import CapacityError, ContextLengthError, RequestError
 
 
-def max_len(prepared: PreparedRequest, model: Model, limit: int) -> int:
-    """Return the slots that a request may ever fill, prompt included, in tokens.
+def max_len(prepared: PreparedRequest, component: Component, limit: int) -> int:
+    """Return the slots that a leg of a request may ever fill, prompt included, in tokens.
 
     Args:
-        prepared: The request.
-        model: What serves it.
+        prepared: The leg.
+        component: What its tokens are for; with an empty vocabulary it takes none.
         limit: Prompt and output of one request together, in tokens.
 
     Raises:
         RequestError: If it has no tokens, or an id outside the vocabulary.
-        ContextLengthError: If prompt and output exceed ``limit``.
+        ContextLengthError: If prompt and output exceed ``limit``, or what the component was made
+            for.
     """
     ids = prepared.token_ids
+    if component.vocab_size == 0:
+        if ids:
+            raise RequestError("the model takes no tokens; give it text only", param="prompt")
+        return 0
+    if component.max_model_len is not None:
+        limit = min(limit, component.max_model_len)
     if not ids:
         raise RequestError("the prompt has no tokens; give it at least one", param="prompt")
-    if min(ids) < 0 or max(ids) >= model.vocab_size:
-        wrong = next(i for i in ids if not 0 <= i < model.vocab_size)
-        raise RequestError(
-            f"token id {wrong} is outside the vocabulary of {model.vocab_size}",
-            param="prompt",
-        )
-    for name in ("logit_bias", "stop_token_ids"):
-        for token in getattr(prepared.params, name):
-            if token >= model.vocab_size:
-                raise RequestError(
-                    f"{name} names token id {token}, outside the vocabulary of {model.vocab_size}",
-                    param=name,
-                )
+    _check_ids(prepared, component)
     max_tokens = prepared.params.max_tokens
     if len(ids) >= limit:
         raise ContextLengthError(
@@ -50,6 +45,32 @@ def max_len(prepared: PreparedRequest, model: Model, limit: int) -> int:
     return limit if max_tokens is None else len(ids) + max_tokens
 
 
+def _check_ids(prepared: PreparedRequest, component: Component) -> None:
+    ids = prepared.token_ids
+    for companion in prepared.companions:
+        if len(companion.token_ids) != len(ids):
+            raise RequestError(
+                f"the stream {companion.label!r} has {len(companion.token_ids)} tokens and goes "
+                f"along with one of {len(ids)}; they must be as many",
+                param="prompt",
+            )
+    for stream in (ids, *(companion.token_ids for companion in prepared.companions)):
+        if min(stream) < 0 or max(stream) >= component.vocab_size:
+            wrong = next(i for i in stream if not 0 <= i < component.vocab_size)
+            raise RequestError(
+                f"token id {wrong} is outside the vocabulary of {component.vocab_size}",
+                param="prompt",
+            )
+    for name in ("logit_bias", "stop_token_ids"):
+        for token in getattr(prepared.params, name):
+            if token >= component.vocab_size:
+                raise RequestError(
+                    f"{name} names token id {token}, outside the vocabulary of "
+                    f"{component.vocab_size}",
+                    param=name,
+                )
+
+
 def check_layout(prepared: PreparedRequest, model: Model, limit: int) -> None:
     """Verify that the layout covers the ids and every item can be encoded and computed.
 
@@ -62,22 +83,27 @@ def check_layout(prepared: PreparedRequest, model: Model, limit: int) -> None:
         RequestError: If the layout is wrong, or the model takes no items of a kind.
         CapacityError: If an item is larger than a step.
     """
-    spans, encoders = prepared.spans, model.encoders
-    if not spans and not prepared.inputs:
-        return
-    check_spans(spans, len(prepared.token_ids), len(prepared.inputs))
-    for span in spans:
-        if span.digest is None:
-            continue
-        if span.kind not in encoders:
-            known = ", ".join(sorted(encoders)) or "none"
+    spans, context = prepared.spans, prepared.context
+    if spans or prepared.inputs:
+        check_spans(spans, len(prepared.token_ids), len(prepared.inputs))
+    for item in context:
+        if len(item.digest) != DIGEST_BYTES or item.length < 1:
             raise RequestError(
-                f"the prompt has an item of kind {span.kind!r}; {model.name} takes: {known}",
+                f"an item beside the prompt has {item.length} slots and a digest of "
+                f"{len(item.digest)} bytes; it must have a slot at least, and {DIGEST_BYTES} bytes",
                 param="prompt",
             )
-        if span.length > limit:
+    items = [(span.kind, span.length) for span in spans if span.digest is not None]
+    for kind, length in [*items, *((item.kind, item.length) for item in context)]:
+        if kind not in model.encoders:
+            known = ", ".join(sorted(model.encoders)) or "none"
+            raise RequestError(
+                f"the prompt has an item of kind {kind!r}; {model.name} takes: {known}",
+                param="prompt",
+            )
+        if length > limit:
             raise CapacityError(
-                f"an item of {span.length} slots is encoded in one step, which holds {limit} "
+                f"an item of {length} slots is encoded in one step, which holds {limit} "
                 "tokens; make it smaller or raise max_num_batched_tokens",
                 param="prompt",
             )

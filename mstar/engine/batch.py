@@ -1,15 +1,16 @@
 """Batch: which segments of which requests one node runs in one step; and what a node is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from mstar.engine.output import TokenLogprobs
+from mstar.engine.output import Emitted, TokenLogprobs
 from mstar.engine.request import Request, RequestItem
 from mstar.engine.resources.step import NodeStep, Segment
 
@@ -31,7 +32,10 @@ class Batch:
     is_decode: bool
     """Every request computes its one last token."""
     items: tuple[RequestItem, ...] = ()
-    """The item of each request that the node encodes; empty: it computes tokens."""
+    """The item of each request that the node encodes; empty: it encodes none."""
+    chunks: tuple[object, ...] | None = None
+    """What a visit finds on the node's streaming edge for each request, ``None`` where it has no
+    such edge; ``None`` as a whole: it is no visit."""
 
     @classmethod
     def of(cls, node: str, spans: Sequence[tuple[Request, int]]) -> Self:
@@ -59,6 +63,18 @@ class Batch:
             tuple(item for _, item in items),
         )
 
+    @classmethod
+    def of_visits(cls, node: str, visits: Sequence[tuple[Request, object]]) -> Self:
+        """Return the batch of one visit of each request, with the chunk that it is given."""
+        return cls(
+            node,
+            tuple(request for request, _ in visits),
+            (),
+            (),
+            False,
+            chunks=tuple(chunk for _, chunk in visits),
+        )
+
     @property
     def is_due(self) -> bool:
         """Whether the walks of all its requests wait for its node."""
@@ -69,6 +85,8 @@ class Batch:
         """Return the batch of one of its requests."""
         if self.items:
             return self.of_items(self.node, [(self.requests[index], self.items[index])])
+        if self.chunks is not None:
+            return self.of_visits(self.node, [(self.requests[index], self.chunks[index])])
         return self.of(self.node, [(self.requests[index], self.segments[index].span)])
 
     def last_rows(self) -> npt.NDArray[np.int64]:
@@ -77,14 +95,21 @@ class Batch:
         rows: npt.NDArray[np.int64] = np.cumsum(spans)[list(self.yielding)] - 1
         return rows
 
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids that the step computes, ``[num_tokens]``, segment after segment."""
+    def token_ids(self, label: str = "main") -> npt.NDArray[np.int64]:
+        """Return the ids that the step computes, ``[num_tokens]``, segment after segment.
+
+        Args:
+            label: The stream of each request.
+        """
+        if label == "main":
+            streams = [request.tokens for request in self.requests]
+        else:
+            streams = [request.companions[label] for request in self.requests]
         if self.is_decode:
-            last = [request.tokens[-1] for request in self.requests]
-            return np.array(last, np.int64)
+            return np.array([tokens[-1] for tokens in streams], np.int64)
         pieces = (
-            request.tokens[request.num_computed_tokens : request.num_computed_tokens + segment.span]
-            for request, segment in zip(self.requests, self.segments, strict=True)
+            tokens[request.num_computed_tokens : request.num_computed_tokens + segment.span]
+            for tokens, request, segment in zip(streams, self.requests, self.segments, strict=True)
         )
         return np.fromiter(chain.from_iterable(pieces), np.int64)
 
@@ -97,6 +122,8 @@ class NodeOutput:
     logprobs: Sequence[TokenLogprobs | None] | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
     """Why a request got no usable result, by its place in ``token_ids``."""
+    emitted: Mapping[int, Sequence[Emitted]] = field(default_factory=dict)
+    """What else it gave, by the request's place in ``Batch.requests``."""
 
     def of(self, places: Sequence[int]) -> "NodeOutput":
         """Return the output of some of the requests, by their places in ``token_ids``."""
@@ -108,12 +135,36 @@ class NodeOutput:
         )
 
 
+class NodeKind(Enum):
+    """What a node is run on."""
+
+    TOKENS = "tokens"
+    """The next tokens of each request's stream."""
+    ITEMS = "items"
+    """An item of each request."""
+    VISIT = "visit"
+    """A request, once for each visit of its walk, with what came over a streaming edge."""
+
+
 class Node(ABC):
     """One component of a model, as the runner sees it."""
 
-    @abstractmethod
+    kind: ClassVar[NodeKind] = NodeKind.TOKENS
+    max_batch: int | None = None
+    """Requests that one visit or encoding takes at most; ``None``: no bound."""
+
+    def shape(self, request: Request, part: object) -> Hashable:
+        """Return what must be equal for requests to be visited, or items encoded, in one batch.
+
+        Args:
+            request: One of them.
+            part: Its item (``RequestItem``), or its chunk.
+        """
+        return None
+
     def declare(self, batch: Batch) -> NodeStep:
-        """Return what the step asks of each of the node's resources."""
+        """Return what the step asks of each of the node's resources; by default there are none."""
+        return NodeStep(batch.segments)
 
     @abstractmethod
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:

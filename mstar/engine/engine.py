@@ -8,17 +8,19 @@ from typing import Any
 
 from mstar.engine import memory
 from mstar.engine.admission import check_layout, max_len
+from mstar.engine.array import to_numpy
 from mstar.engine.batch import Batch, NodeOutput
-from mstar.engine.model import Model
+from mstar.engine.model import Leg, Model
 from mstar.engine.output import (
     RESOURCE_COUNTERS,
     TOKEN_COUNTERS,
+    Emitted,
     EngineStats,
     ErrorInfo,
     FinishReason,
     RequestOutput,
 )
-from mstar.engine.request import PreparedRequest, Request, RequestStatus
+from mstar.engine.request import Component, PreparedRequest, Request, RequestStatus
 from mstar.engine.resources.base import Deployment
 from mstar.engine.root import root_constants
 from mstar.engine.runner import Runner
@@ -62,7 +64,6 @@ class EngineCore:
             model.nodes,
             model.specs,
             replace(deployment, max_model_len=wanted),
-            model.sampler_key,
             model.encoders,
         )
         bounds = [r.capacity for r in self._runner.resources.values() if r.capacity is not None]
@@ -88,9 +89,11 @@ class EngineCore:
             self._runner,
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
-            encoders=model.encoders.values(),
+            kinds=self._runner.kinds(),
             has_one_node=len(model.nodes) == 1,
         )
+        self._streaming = {edge.name for edge in model.graph.edges if edge.chunks is not None}
+        """Names of edges whose pieces are for nodes, and not for the user."""
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._num_steps = 0
@@ -127,16 +130,17 @@ class EngineCore:
 
     def _request(self, prepared: PreparedRequest) -> Request:
         """Return the record of a request that keeps the engine's limits."""
-        length = max_len(prepared, self.model, self.deployment.max_model_len)
+        cursor = self.model.first_walk(prepared)
+        component, length = self._measure(prepared, cursor.name)
+        arrival = self._num_arrived
+        return Request(prepared, cursor, component, max_len=length, arrival=arrival)
+
+    def _measure(self, prepared: PreparedRequest, walk: str) -> tuple[Component, int]:
+        """Return what a leg is for, and the slots it may fill, if it keeps the engine's limits."""
+        component = self.model.component_of(walk)
+        length = max_len(prepared, component, self.deployment.max_model_len)
         check_layout(prepared, self.model, self.deployment.max_num_batched_tokens)
-        own_stops = frozenset() if prepared.params.ignore_eos else self.model.stop_token_ids
-        return Request(
-            prepared,
-            self.model.first_walk(prepared.request_id),
-            max_len=length,
-            stop_token_ids=own_stops | frozenset(prepared.params.stop_token_ids),
-            arrival=self._num_arrived,
-        )
+        return component, length
 
     def abort(self, request_id: str) -> bool:
         """End a request without an output; returns whether there was one."""
@@ -144,6 +148,7 @@ class EngineCore:
         if request is None:
             return False
         self._scheduler.remove(request)
+        self.model.forget(request_id)
         return True
 
     def step(self) -> list[RequestOutput]:
@@ -178,44 +183,127 @@ class EngineCore:
         return self._record(batch, result)
 
     def _record(self, batch: Batch, result: NodeOutput) -> list[RequestOutput]:
-        requests, node, holds = batch.requests, batch.node, self.model.holds
+        if batch.chunks is not None:
+            return self._record_visits(batch, result)
+        requests, node = batch.requests, batch.node
         for request, (_, _, span) in zip(requests, batch.segments, strict=True):
             request.num_computed_tokens += span
         outputs: list[RequestOutput] = []
         append, failures, all_logprobs = outputs.append, result.failures, result.logprobs
+        is_telling, walk_on = node in self.model.telling, self._walk_on
         for place, (index, token) in enumerate(zip(batch.yielding, result.token_ids, strict=True)):
             request = requests[index]
             if failures and place in failures:
                 outputs.append(self._fail(request, "invalid_logits", failures[place]))
                 continue
-            reason = request.finish_reason = request.append(token)
-            if request.cursor.complete(node, holds, request):
-                self._next_walk(request)
-                reason = request.finish_reason
+            component = request.component
+            request.finish_reason = request.append(token)
+            emitted = list(result.emitted.get(index, ())) if result.emitted else []
+            if is_telling:
+                emitted += self.model.emit(request, node, token)
+            reason, error = walk_on(request, node, emitted)
+            if component.is_silent and not emitted and reason is None:
+                continue
             own = None if all_logprobs is None else all_logprobs[place]
             append(
                 RequestOutput(
                     request_id=request.request_id,
-                    token_ids=[token],
+                    token_ids=[] if component.is_silent else [token],
                     logprobs=own if own is None else [own],
                     finish_reason=reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
+                    emitted=emitted,
+                    error=error,
                 )
             )
-        self._tokens["generation_tokens"] += len(outputs) - len(failures)
+        self._tokens["generation_tokens"] += len(batch.yielding) - len(failures)
         return outputs
 
-    def _next_walk(self, request: Request) -> None:
-        """Send the request on its next walk; end it when there is none."""
+    def _record_visits(self, batch: Batch, result: NodeOutput) -> list[RequestOutput]:
+        outputs = []
+        for index, request in enumerate(batch.requests):
+            emitted = list(result.emitted.get(index, ()))
+            reason, error = self._walk_on(request, batch.node, emitted)
+            if emitted or reason is not None:
+                outputs.append(
+                    RequestOutput(
+                        request_id=request.request_id,
+                        token_ids=[],
+                        finish_reason=reason,
+                        num_prompt_tokens=request.num_prompt_tokens,
+                        num_cached_tokens=request.num_cached_tokens,
+                        emitted=emitted,
+                        error=error,
+                    )
+                )
+        return outputs
+
+    def _walk_on(
+        self, request: Request, node: str, emitted: list[Emitted]
+    ) -> tuple[FinishReason | None, ErrorInfo | None]:
+        """Take note of a visit; returns why the request has ended, if it has.
+
+        Args:
+            request: Whose it was.
+            node: Where.
+            emitted: What it gave; what is for other nodes is taken out, what the end of a leg
+                gives is added.
+        """
+        cursor = request.cursor
+        if emitted and self._streaming:
+            self._hand_on(request, emitted)
+        is_over = cursor.complete(node, self.model.holds, request)
+        if cursor.inboxes and not is_over:
+            # Chunks are due where an edge has closed, or a piece has made one whole.
+            self._scheduler.wake()
+        return self._next_walk(request, emitted) if is_over else (None, None)
+
+    def _hand_on(self, request: Request, emitted: list[Emitted]) -> None:
+        """Take out what is for other nodes, and put it on their edges."""
+        own = [piece for piece in emitted if piece.name in self._streaming]
+        if not own:
+            return
+        emitted[:] = [piece for piece in emitted if piece.name not in self._streaming]
+        for piece in own:
+            inbox = request.cursor.inboxes.get(piece.name)
+            if inbox is not None and piece.text is not None:
+                inbox.put(piece.text)
+            elif inbox is not None and piece.array is not None:
+                inbox.put(to_numpy(piece.array))
+
+    def _next_walk(
+        self, request: Request, emitted: list[Emitted]
+    ) -> tuple[FinishReason | None, ErrorInfo | None]:
+        """Send the request on its next walk or leg; end it when there is none."""
         if not request.was_counted:
             self._count_prompt(request)
-        cursor = self.model.next_walk(request)
-        if cursor is not None:
-            request.cursor = cursor
-            return
+        following = self.model.next_walk(request)
+        if isinstance(following, Leg):
+            emitted += following.emitted
+            return self._begin(request, following)
+        if following is not None:
+            request.cursor = following
+            self._scheduler.wake()
+            return None, None
         request.finish_reason = request.finish_reason or "stop"
         self._end(request)
+        return request.finish_reason, None
+
+    def _begin(self, request: Request, leg: Leg) -> tuple[FinishReason | None, ErrorInfo | None]:
+        """Queue a request for its next leg; it ends where that cannot be served."""
+        try:
+            component, length = self._measure(leg.prepared, leg.walk)
+        except RequestError as error:
+            self._end(request)
+            return "error", ErrorInfo(str(error), error.code, error.param)
+        self._scheduler.requeue(request)
+        request.begin(leg.prepared, self.model.graph.cursor(leg.walk), component, length)
+        refusal = self._runner.ever_fits(request)
+        if refusal is None:
+            return None, None
+        self._end(request)
+        return "error", ErrorInfo(refusal.reason, "kv_capacity_exceeded")
 
     def _count_prompt(self, request: Request) -> None:
         request.was_counted = True
@@ -245,6 +333,7 @@ class EngineCore:
         self._requests.pop(request.request_id, None)
         if request.status is not RequestStatus.FINISHED:
             self._scheduler.remove(request)
+        self.model.forget(request.request_id)
 
     def reset_prefix_cache(self) -> int:
         """Forget everything kept for reuse, in every tier; returns how many entries went.

@@ -4,14 +4,19 @@ A walk is a small program over nodes::
 
     Sequential(Run("encoder"), Loop(Run("decoder"), until="finished"))
 
+and where a node works on what another has ready so far, over a streaming edge::
+
+    Parallel(Loop(Run("decoder"), until="finished"), ForEach(Run("speaker"), "sentences"))
+
 Walks are values; a :class:`Cursor` is one request's place in one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mstar.engine.chunks import ChunkPolicy, Inbox
 from mstar.errors import ConfigError
 
 T = TypeVar("T")
@@ -19,13 +24,20 @@ Holds = Callable[[str, T], bool]
 """Tells whether the predicate of that name holds for the request."""
 
 
+Inboxes = Mapping[str, Inbox]
+"""What has come over each streaming edge of a walk and is not consumed yet."""
+
+
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that one node hands to another."""
+    """Something that one node hands to another."""
 
     source: str
     target: str
     name: str
+    chunks: ChunkPolicy | None = None
+    """How a streaming edge cuts what comes over it: the target starts on the first chunk while
+    the source goes on. ``None``: the target is given the whole."""
 
 
 class Walk(ABC):
@@ -39,8 +51,12 @@ class Walk(ABC):
     def predicates(self) -> Iterator[str]:
         """Yield the name of every predicate in it."""
 
+    def edges(self) -> Iterator[str]:
+        """Yield the name of every streaming edge that it consumes."""
+        yield from ()
+
     @abstractmethod
-    def _start(self) -> "_Place":
+    def _start(self, inboxes: Inboxes) -> "_Place":
         """Return a fresh place at its beginning."""
 
 
@@ -58,7 +74,7 @@ class Run(Walk):
         """Yield nothing."""
         yield from ()
 
-    def _start(self) -> "_Place":
+    def _start(self, inboxes: Inboxes) -> "_Place":
         return _RunPlace(self.node)
 
 
@@ -80,6 +96,11 @@ class _Parts(Walk):
         for part in self.parts:
             yield from part.predicates()
 
+    def edges(self) -> Iterator[str]:
+        """Yield the streaming edges of all parts."""
+        for part in self.parts:
+            yield from part.edges()
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.parts == getattr(other, "parts", None)
 
@@ -93,15 +114,15 @@ class _Parts(Walk):
 class Sequential(_Parts):
     """One part after the other."""
 
-    def _start(self) -> "_Place":
-        return _SequentialPlace(self.parts)
+    def _start(self, inboxes: Inboxes) -> "_Place":
+        return _SequentialPlace(self.parts, inboxes)
 
 
 class Parallel(_Parts):
     """All parts side by side; done when all are."""
 
-    def _start(self) -> "_Place":
-        return _ParallelPlace(self.parts)
+    def _start(self, inboxes: Inboxes) -> "_Place":
+        return _ParallelPlace(self.parts, inboxes)
 
 
 @dataclass(frozen=True)
@@ -135,8 +156,38 @@ class Loop(Walk):
         if self.until is not None:
             yield self.until
 
-    def _start(self) -> "_Place":
-        return _RunLoopPlace(self.body, self) if isinstance(self.body, Run) else _LoopPlace(self)
+    def edges(self) -> Iterator[str]:
+        """Yield the streaming edges of the body."""
+        yield from self.body.edges()
+
+    def _start(self, inboxes: Inboxes) -> "_Place":
+        if isinstance(self.body, Run):
+            return _RunLoopPlace(self.body, self)
+        return _LoopPlace(self, inboxes)
+
+
+@dataclass(frozen=True)
+class ForEach(Walk):
+    """Visit a node for every chunk of a streaming edge, until its source has ended."""
+
+    body: Run
+    edge: str
+    """Name of the edge; it leads to the node."""
+
+    def nodes(self) -> Iterator[str]:
+        """Yield the one node."""
+        yield self.body.node
+
+    def predicates(self) -> Iterator[str]:
+        """Yield nothing."""
+        yield from ()
+
+    def edges(self) -> Iterator[str]:
+        """Yield the one edge."""
+        yield self.edge
+
+    def _start(self, inboxes: Inboxes) -> "_Place":
+        return _ForEachPlace(self.body.node, inboxes[self.edge])
 
 
 class _Place(ABC):
@@ -152,6 +203,13 @@ class _Place(ABC):
     def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         """Take note of a visit; returns whether this place was waiting for it."""
 
+    @abstractmethod
+    def expects(self, node: str) -> bool:
+        """Tell whether the node may be visited, now or later."""
+
+    def settle(self) -> None:
+        """Go on over parts that ended without a visit: their edges did."""
+
 
 class _RunPlace(_Place):
     def __init__(self, node: str) -> None:
@@ -166,12 +224,38 @@ class _RunPlace(_Place):
         self.is_done = True
         return True
 
+    def expects(self, node: str) -> bool:
+        return not self.is_done and node == self._ready[0]
+
+
+class _ForEachPlace(_Place):
+    def __init__(self, node: str, inbox: Inbox) -> None:
+        self._ready = (node,)
+        self._inbox = inbox
+
+    def ready(self) -> tuple[str, ...]:
+        return self._ready if self._inbox.has_chunk else ()
+
+    def complete(self, node: str, holds: Holds[T], request: T) -> bool:
+        if node != self._ready[0] or not self._inbox.has_chunk:
+            return False
+        self._inbox.pop()
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        self.is_done = self._inbox.is_over
+
+    def expects(self, node: str) -> bool:
+        return not self._inbox.is_over and node == self._ready[0]
+
 
 class _SequentialPlace(_Place):
-    def __init__(self, parts: tuple[Walk, ...]) -> None:
+    def __init__(self, parts: tuple[Walk, ...], inboxes: Inboxes) -> None:
         self._parts = parts
+        self._inboxes = inboxes
         self._index = 0
-        self._place = parts[0]._start()
+        self._place = parts[0]._start(inboxes)
 
     def ready(self) -> tuple[str, ...]:
         return self._place.ready()
@@ -179,18 +263,30 @@ class _SequentialPlace(_Place):
     def complete(self, node: str, holds: Holds[T], request: T) -> bool:
         if self.is_done or not self._place.complete(node, holds, request):
             return False
-        if self._place.is_done:
+        self._go_on()
+        return True
+
+    def settle(self) -> None:
+        self._place.settle()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._place.is_done and not self.is_done:
             self._index += 1
             if self._index == len(self._parts):
                 self.is_done = True
             else:
-                self._place = self._parts[self._index]._start()
-        return True
+                self._place = self._parts[self._index]._start(self._inboxes)
+                self._place.settle()
+
+    def expects(self, node: str) -> bool:
+        later = self._parts[self._index + 1 :]
+        return self._place.expects(node) or any(node in part.nodes() for part in later)
 
 
 class _ParallelPlace(_Place):
-    def __init__(self, parts: tuple[Walk, ...]) -> None:
-        self._places = [part._start() for part in parts]
+    def __init__(self, parts: tuple[Walk, ...], inboxes: Inboxes) -> None:
+        self._places = [part._start(inboxes) for part in parts]
 
     def ready(self) -> tuple[str, ...]:
         return tuple(node for place in self._places for node in place.ready())
@@ -202,12 +298,21 @@ class _ParallelPlace(_Place):
                 return True
         return False
 
+    def settle(self) -> None:
+        for place in self._places:
+            place.settle()
+        self.is_done = all(place.is_done for place in self._places)
+
+    def expects(self, node: str) -> bool:
+        return any(place.expects(node) for place in self._places)
+
 
 class _LoopPlace(_Place):
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, inboxes: Inboxes) -> None:
         self._loop = loop
+        self._inboxes = inboxes
         self._rounds = 0
-        self._place = loop.body._start()
+        self._place = loop.body._start(inboxes)
 
     def ready(self) -> tuple[str, ...]:
         return () if self.is_done else self._place.ready()
@@ -223,8 +328,11 @@ class _LoopPlace(_Place):
             ):
                 self.is_done = True
             else:
-                self._place = loop.body._start()
+                self._place = loop.body._start(self._inboxes)
         return True
+
+    def expects(self, node: str) -> bool:
+        return not self.is_done and node in self._loop.nodes()
 
 
 class _RunLoopPlace(_RunPlace):
@@ -251,13 +359,22 @@ class Cursor:
     Args:
         name: What the model calls the walk.
         walk: The program.
+        edges: The graph's streaming edges that the walk consumes.
     """
 
-    __slots__ = ("_place", "name")
+    __slots__ = ("_edges", "_place", "inboxes", "name")
 
-    def __init__(self, name: str, walk: Walk) -> None:
+    def __init__(self, name: str, walk: Walk, edges: tuple[Edge, ...] = ()) -> None:
         self.name = name
-        self._place = walk._start()
+        self._edges = edges
+        self.inboxes = {edge.name: Inbox(edge.chunks) for edge in edges if edge.chunks is not None}
+        """By the edge's name."""
+        self._place = walk._start(self.inboxes)
+
+    @property
+    def local_name(self) -> str:
+        """The walk's name within its component: what stands behind the last dot."""
+        return self.name.rpartition(".")[2]
 
     @property
     def is_done(self) -> bool:
@@ -279,7 +396,19 @@ class Cursor:
         place = self._place
         taken = place.complete(node, holds, request)
         assert taken, f"walk {self.name!r} waits for {self.ready()}, not for {node!r}"
+        if self._edges:
+            for edge in self._edges:
+                if edge.source == node and not place.expects(node):
+                    self.inboxes[edge.name].close()
+            place.settle()
         return place.is_done
+
+    def chunk_for(self, node: str) -> object | None:
+        """Return the next chunk for a node, which completing its visit takes; ``None``: none."""
+        for edge in self._edges:
+            if edge.target == node and self.inboxes[edge.name].has_chunk:
+                return self.inboxes[edge.name].peek()
+        return None
 
 
 @dataclass(frozen=True)
@@ -310,12 +439,19 @@ class Graph:
                 _require(node, "node", self.nodes, f"walk {name!r}")
             for predicate in walk.predicates():
                 _require(predicate, "predicate", self.predicates, f"a loop of walk {name!r}")
+            for consumed in walk.edges():
+                _require(consumed, "streaming edge", self._streaming, f"walk {name!r}")
+
+    @property
+    def _streaming(self) -> tuple[str, ...]:
+        return tuple(edge.name for edge in self.edges if edge.chunks is not None)
 
     def cursor(self, name: str) -> Cursor:
         """Return a cursor at the start of the walk ``name``."""
         for walk_name, walk in self.walks:
             if walk_name == name:
-                return Cursor(name, walk)
+                consumed = set(walk.edges())
+                return Cursor(name, walk, tuple(e for e in self.edges if e.name in consumed))
         raise ConfigError(
             f"there is no walk {name!r}; walks are {', '.join(n for n, _ in self.walks)}"
         )

@@ -2,12 +2,25 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mstar.engine.batch import Node
 from mstar.engine.graph import Cursor, Graph
-from mstar.engine.request import Request
+from mstar.engine.output import Emitted
+from mstar.engine.request import Component, PreparedRequest, Request
 from mstar.engine.resources.spec import NodeResourceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What a request goes on with when a walk ends: another prompt, for some component."""
+
+    prepared: PreparedRequest
+    """Under the request's own id."""
+    walk: str
+    emitted: tuple[Emitted, ...] = ()
+    """What the leg that has ended gave."""
 
 
 class Model(ABC):
@@ -29,13 +42,38 @@ class Model(ABC):
     sampler_key: str = "sampler"
     """Key of the resource that a request's sampling parameters are for."""
 
-    @abstractmethod
-    def first_walk(self, request_id: str) -> Cursor:
-        """Return the walk that a new request begins with."""
+    telling: frozenset[str] = frozenset()
+    """Nodes whose tokens are handed to ``emit``."""
 
     @abstractmethod
-    def next_walk(self, request: Request) -> Cursor | None:
-        """Return the walk after the one that just ended; ``None`` ends the request."""
+    def first_walk(self, prepared: PreparedRequest) -> Cursor:
+        """Return the walk that a new request begins with.
+
+        Raises:
+            RequestError: If the model has none for what the request asks.
+        """
+
+    @abstractmethod
+    def next_walk(self, request: Request) -> Cursor | Leg | None:
+        """Return the walk, or the leg, after the one that just ended; ``None`` ends the request."""
+
+    def component_of(self, walk: str) -> Component:
+        """Return the component that the tokens of a leg which begins with ``walk`` are for."""
+        return Component(
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids,
+            sampler_key=self.sampler_key,
+        )
+
+    def emit(self, request: Request, node: str, token: int) -> Sequence[Emitted]:
+        """Return what a token that a node of ``telling`` gave is worth to others.
+
+        It is the last of ``request.tokens``; ``request.finish_reason`` says whether more follow.
+        """
+        return ()
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the model itself keeps of a request, which has ended in whatever way."""
 
     @abstractmethod
     def holds(self, predicate: str, request: Request) -> bool:

@@ -1,12 +1,13 @@
 """What a request yields while it runs, and what the engine tells about itself."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from mstar.engine.array import Array
 from mstar.engine.resources.sampler.config import TokenLogprobs
 
-__all__ = ["EngineStats", "ErrorInfo", "FinishReason", "RequestOutput", "TokenLogprobs"]
+__all__ = ["Emitted", "EngineStats", "ErrorInfo", "FinishReason", "RequestOutput", "TokenLogprobs"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -17,6 +18,17 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     message: str
     code: str
     param: str | None = None
+
+
+class Emitted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request yields beside tokens: a piece of speech, an image, a transcript."""
+
+    name: str
+    """What it is. The name of a streaming edge sends it there, and not to the user."""
+    text: str | None = None
+    array: Array | None = None
+    info: dict[str, Any] = {}
+    """What else there is to know of it; plain data."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -32,6 +44,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that were not computed, fixed when the request first started."""
+    emitted: list[Emitted] = []
     error: ErrorInfo | None = None
 
 

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import msgspec
 
+from mstar.engine.array import Array
 from mstar.engine.graph import Cursor
 from mstar.engine.output import FinishReason
 from mstar.engine.resources.base import Opening
@@ -15,14 +17,30 @@ from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spans import Span
 
 
-class Array(msgspec.Struct, frozen=True):
-    """A tensor as it crosses processes."""
+class ContextItem(msgspec.Struct, frozen=True):
+    """An item that a stream attends to from outside: it takes none of the stream's slots."""
 
-    dtype: str
-    """Name of a numpy dtype; its byte order is the machine's."""
-    shape: tuple[int, ...]
-    data: bytes
-    """Elements in C order."""
+    kind: str
+    """Its modality; names what encodes it."""
+    digest: bytes
+    """Its content name, 32 bytes. The root that the stream's keys are folded from commits to it."""
+    length: int
+    """Slots of its encoder's output, in tokens."""
+    inputs: dict[str, Array]
+    """What the encoder is given."""
+
+
+class Companion(msgspec.Struct, frozen=True):
+    """A second stream of a request, which goes along with the first token by token.
+
+    A node computes both in one forward and samples once; what is sampled is the next id of both.
+    """
+
+    label: str
+    token_ids: list[int]
+    """As many as the main stream's."""
+    page_keys: list[bytes] = []
+    """As the main stream's, folded from the same root."""
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,19 +59,24 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How long its pages are protected from eviction after their last use; 0: not at all."""
     inputs: list[dict[str, Array]] = []
     """What the encoder is given for each item, in the order of the spans."""
+    context: list[ContextItem] = []
+    """Items that its tokens attend to from outside the stream."""
+    companions: list[Companion] = []
+    options: dict[str, Any] = {}
+    """What the model is told beside prompt and sampling parameters; plain data."""
 
 
 @dataclass(slots=True)
 class RequestItem:
-    """One item of a request's prompt."""
+    """One item of a request's prompt, or of its context."""
 
     span: Span
     name: bytes
     """Content name of its encoder's output within the tenant."""
     start: int
-    """Its first slot."""
+    """Its first slot; 0 for one of the context."""
     stop: int
-    """The slot behind its last one."""
+    """The slot behind its last one; 0 for one of the context."""
     inputs: dict[str, Array]
     is_encoded: bool = False
     """Its encoder's output is there and stays until the item is computed."""
@@ -67,21 +90,46 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """The part of a model that a request's tokens are for, as long as one of its legs lasts."""
+
+    vocab_size: int
+    """0: a leg has no tokens at all."""
+    stop_token_ids: frozenset[int]
+    """Ids that end a leg."""
+    max_model_len: int | None = None
+    """The context it was made for, in tokens; ``None``: the deployment's is the only bound."""
+    sampler_key: str = "sampler"
+    """Key of the resource that the sampling parameters are for."""
+    resources: frozenset[str] | None = None
+    """Keys of the resources that know its streams; ``None``: all."""
+    is_silent: bool = False
+    """Its tokens are no answer: they stay inside."""
+
+
 class Request:
     """One request's record: its tokens, how far it is computed, and its place in its walk.
 
+    A request has one leg, or several, one after the other: prompts of its own, each for a
+    component of the model.
+
     Args:
-        prepared: What arrived.
+        prepared: What arrived; the first leg.
         cursor: The request's place in its walk.
-        max_len: Slots it may ever fill, prompt included, in tokens.
-        stop_token_ids: Ids that end it.
+        component: What the leg's tokens are for.
+        max_len: Slots the leg may ever fill, prompt included, in tokens.
         arrival: Position in the order of arrival.
     """
 
     __slots__ = (
         "arrival",
+        "companions",
+        "component",
+        "context",
         "cursor",
         "finish_reason",
+        "has_items",
         "items",
         "logprobs",
         "max_len",
@@ -90,7 +138,7 @@ class Request:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_reported_tokens",
-        "opening",
+        "openings",
         "params",
         "prepared",
         "request_id",
@@ -106,16 +154,26 @@ class Request:
         self,
         prepared: PreparedRequest,
         cursor: Cursor,
+        component: Component,
         *,
         max_len: int,
-        stop_token_ids: frozenset[int],
         arrival: int,
     ) -> None:
-        self.prepared = prepared
         self.request_id = prepared.request_id
+        self.arrival = arrival
+        self.begin(prepared, cursor, component, max_len)
+
+    def begin(
+        self, prepared: PreparedRequest, cursor: Cursor, component: Component, max_len: int
+    ) -> None:
+        """Begin a leg: nothing of it is computed; arguments as for the class."""
+        self.prepared = prepared
         self.params = prepared.params
         self.cursor = cursor
+        self.component = component
         self.tokens: list[int] = list(prepared.token_ids)
+        self.companions = {c.label: list(c.token_ids) for c in prepared.companions}
+        """Ids of each companion stream, by label."""
         self.num_prompt_tokens = len(self.tokens)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -123,16 +181,18 @@ class Request:
         """Where reused prompt tokens were found: tokens by tier."""
         self.max_len = max_len
         self.min_len = self.num_prompt_tokens + prepared.params.min_tokens
-        self.stop_token_ids = stop_token_ids
-        self.arrival = arrival
+        own_stops = frozenset() if prepared.params.ignore_eos else component.stop_token_ids
+        self.stop_token_ids = own_stops | frozenset(prepared.params.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.was_counted = False
         """Its prompt is in the counters."""
         self.was_preempted = False
-        self.opening: Opening | None = None
-        """What resources know it by; made when it is first needed."""
+        self.openings: tuple[Opening, ...] = ()
+        """What resources know its streams by, the main one first; made when first needed."""
         self.items = _items_of(prepared) if prepared.spans else []
+        self.context = _context_of(prepared) if prepared.context else []
+        self.has_items = bool(self.items or self.context)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -155,9 +215,12 @@ class Request:
         """Return how many of its next tokens one step may compute, ``budget`` at most.
 
         An item whose slots attend in both directions is not cut, and one that is not encoded is
-        not begun.
+        not begun; nothing is before the whole context is.
         """
         start = self.num_computed_tokens
+        for item in self.context:
+            if not item.is_encoded:
+                return 0
         stop = min(start + budget, len(self.tokens))
         for item in self.items:
             if item.stop > start and (
@@ -169,7 +232,10 @@ class Request:
         return stop - start
 
     def next_item(self, budget: int) -> RequestItem | None:
-        """Return the first item, among its next ``budget`` tokens, that is not encoded."""
+        """Return the first item, of its context or next ``budget`` tokens, that is not encoded."""
+        for item in self.context:
+            if not item.is_encoded:
+                return item
         start = self.num_computed_tokens
         for item in self.items:
             if item.stop > start and not item.is_encoded:
@@ -180,6 +246,8 @@ class Request:
         """Record one generated token and return why it ends the request, if it does."""
         tokens = self.tokens
         tokens.append(token)
+        for companion in self.companions.values():
+            companion.append(token)
         if token in self.stop_token_ids and len(tokens) > self.min_len:
             return "stop"
         return "length" if len(tokens) >= self.max_len else None
@@ -189,7 +257,7 @@ class Request:
         self.num_computed_tokens = 0
         self.was_preempted = True
         self.status = RequestStatus.WAITING
-        for item in self.items:
+        for item in (*self.items, *self.context):
             item.is_encoded = False
 
     def generated(self) -> Sequence[int]:
@@ -197,11 +265,29 @@ class Request:
         return self.tokens[self.num_prompt_tokens :]
 
 
+def _tenant_of(prepared: PreparedRequest) -> bytes | str:
+    # Without a root nothing is shared, not even under the same digest.
+    return prepared.root if prepared.root is not None else prepared.request_id
+
+
+def _context_of(prepared: PreparedRequest) -> list[RequestItem]:
+    tenant = _tenant_of(prepared)
+    return [
+        RequestItem(
+            Span(item.length, item.digest, kind=item.kind),
+            fingerprint("mstar-context-v1", tenant, item.kind, item.digest),
+            0,
+            0,
+            item.inputs,
+        )
+        for item in prepared.context
+    ]
+
+
 def _items_of(prepared: PreparedRequest) -> list[RequestItem]:
     items: list[RequestItem] = []
     start = 0
-    # Without a root nothing is shared, not even under the same digest.
-    tenant = prepared.root if prepared.root is not None else prepared.request_id
+    tenant = _tenant_of(prepared)
     for span in prepared.spans:
         stop = start + span.length
         if span.digest is not None:

@@ -1,13 +1,13 @@
 """Runs a batch on its node: admit, plan, forward, commit, over whatever resources there are."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from mstar.engine.batch import Batch, Node, NodeOutput
+from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
 from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
 from mstar.engine.overlap import Flight
 from mstar.engine.request import Request
@@ -36,7 +36,6 @@ class Runner:
         nodes: The model's components, by name.
         specs: The resources they declare; a spec stands behind those it depends on.
         deployment: The numbers that resources are built with.
-        sampler_key: The resource that a request's sampling parameters are for.
         encoders: The node that encodes items of each kind.
 
     Raises:
@@ -48,11 +47,9 @@ class Runner:
         nodes: Mapping[str, Node],
         specs: Sequence[NodeResourceSpec],
         deployment: Deployment,
-        sampler_key: str,
         encoders: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._nodes = nodes
-        self._sampler_key = sampler_key
         self.resources: dict[str, Resource] = {}
         self._keys_of: dict[str, list[str]] = {name: [] for name in nodes}
         for spec in specs:
@@ -77,6 +74,8 @@ class Runner:
             ]
             for kind, node in encoders.items()
         }
+        self._known_by: dict[frozenset[str] | None, Sequence[Resource]] = {}
+        """Resources by what a component says of them."""
         self._deployment = deployment
         self._recorders: dict[str, Recorder] = {}
         self._flight: Flight | None = None
@@ -109,16 +108,16 @@ class Runner:
 
     def ever_fits(self, request: Request) -> Refusal | None:
         """Refuse a request that could not be served even if it were alone."""
-        opening = self._opening(request)
-        for resource in self.resources.values():
-            refusal = resource.ever_fits(opening)
-            if refusal is not None:
-                return refusal
+        for opening in self._openings(request):
+            for resource in self._resources_of(request):
+                refusal = resource.ever_fits(opening)
+                if refusal is not None:
+                    return refusal
         return None
 
     def explain(self, request: Request) -> dict[str, Any]:
         """Return what each resource says of a request's reuse now, by resource key."""
-        return self._told(self._opening(request), None, None)
+        return self._told(self._openings(request)[0], None, None)
 
     def explain_started(self, request_id: str) -> dict[str, Any] | None:
         """Return the same of a request that started lately, as it was found then."""
@@ -133,35 +132,40 @@ class Runner:
 
     def _note_start(self, request: Request) -> None:
         """Remember what a request found when it started, and what others computed for it."""
-        if request.was_preempted or request.opening is None:
+        if request.was_preempted or not request.openings:
             return
-        self._starts[request.request_id] = (request.opening, request.sources, time.monotonic())
+        self._starts[request.request_id] = (request.openings[0], request.sources, time.monotonic())
         if len(self._starts) > self._deployment.max_num_seqs + _MAX_ENDED:
             del self._starts[next(iter(self._starts))]
 
     def open(self, request: Request) -> Refusal | None:
-        """Begin a request in every resource, behind what all of them can reuse."""
-        opening = self._opening(request)
-        opening.sources.clear()
-        for resource in self.resources.values():
-            resource.restore(opening)
-        num_reused = self._match(opening)
-        for resource in self.resources.values():
-            refusal = resource.open(opening, num_reused)
-            if refusal is not None:
-                self.close(request)
-                return refusal
-        request.reuse(num_reused, opening.sources)
-        self._note_start(request)
+        """Begin a request in its resources, behind what all of them can reuse."""
+        resources, openings = self._resources_of(request), self._openings(request)
+        for opening in openings:
+            opening.sources.clear()
+            for resource in resources:
+                resource.restore(opening)
+        num_reused = self._match(request)
+        for opening in openings:
+            for resource in resources:
+                refusal = resource.open(opening, num_reused)
+                if refusal is not None:
+                    self.close(request)
+                    return refusal
+        if openings:
+            request.reuse(num_reused, openings[0].sources)
+            self._note_start(request)
         return None
 
-    def _match(self, opening: Opening) -> int:
+    def _match(self, request: Request) -> int:
         """Return the slots that every resource can begin behind; one is left to compute."""
-        offer, limit = -1, len(opening.tokens) - 1
+        resources = self._resources_of(request)
+        offer, limit = -1, len(request.tokens) - 1
         while offer != limit:
             offer = limit
-            for resource in self.resources.values():
-                limit = resource.match(opening, limit)
+            for opening in self._openings(request):
+                for resource in resources:
+                    limit = resource.match(opening, limit)
         return offer
 
     def catch_up(self, request: Request) -> bool:
@@ -169,16 +173,17 @@ class Runner:
 
         Returns whether another is computing what comes next for it.
         """
-        opening = self._opening(request)
-        num_reused = self._match(opening)
+        resources, openings = self._resources_of(request), self._openings(request)
+        num_reused = self._match(request)
         if num_reused > request.num_computed_tokens:
-            opening.sources.clear()
-            for resource in self.resources.values():
-                resource.skip(opening, num_reused)
-            request.reuse(num_reused, opening.sources)
+            for opening in openings:
+                opening.sources.clear()
+                for resource in resources:
+                    resource.skip(opening, num_reused)
+            request.reuse(num_reused, openings[0].sources)
             self._note_start(request)
         start = request.num_computed_tokens
-        return any(resource.is_pending(opening, start) for resource in self.resources.values())
+        return any(r.is_pending(opening, start) for opening in openings for r in resources)
 
     def next_encoder(self, request: Request, budget: int) -> str | None:
         """Return the node that must encode an item before the request's next tokens run.
@@ -200,8 +205,22 @@ class Runner:
 
     def close(self, request: Request) -> None:
         """Give back everything the request holds."""
-        for resource in self.resources.values():
+        for resource in self._resources_of(request):
             resource.close(request.request_id)
+
+    def kinds(self) -> dict[str, NodeKind]:
+        """Return what each node is run on."""
+        return {name: node.kind for name, node in self._nodes.items()} | dict.fromkeys(
+            self._encoders.values(), NodeKind.ITEMS
+        )
+
+    def shape(self, node: str, request: Request, part: object) -> Hashable:
+        """Return what must be equal for an item or a visit to share a batch of the node."""
+        return self._nodes[node].shape(request, part)
+
+    def max_batch(self, node: str) -> int | None:
+        """Return how many items or visits one batch of the node holds; ``None``: no bound."""
+        return self._nodes[node].max_batch
 
     def admit(self, batch: Batch) -> Refusal | None:
         """Reserve what the batch needs in every resource, or in none."""
@@ -279,18 +298,39 @@ class Runner:
             self._last = (batch, step, parts)
         return self._last[1:]
 
-    def _opening(self, request: Request) -> Opening:
-        if request.opening is None:
+    def _resources_of(self, request: Request) -> Sequence[Resource]:
+        """Return the resources that know the streams of a request's leg."""
+        keys = request.component.resources
+        found = self._known_by.get(keys)
+        if found is None:
+            chosen = self.resources if keys is None else keys
+            found = [r for key, r in self.resources.items() if key in chosen]
+            self._known_by[keys] = found
+        return found
+
+    def _openings(self, request: Request) -> tuple[Opening, ...]:
+        """Return what resources know a request's streams by, the main one first."""
+        if not request.openings and request.tokens:
             prepared = request.prepared
-            request.opening = Opening(
-                request_id=request.request_id,
-                tokens=request.tokens,
-                num_prompt_tokens=request.num_prompt_tokens,
-                max_len=request.max_len,
-                page_keys=prepared.page_keys,
-                root=prepared.root,
-                spans=prepared.spans,
-                settings={self._sampler_key: request.params},
-                retain_seconds=prepared.retain_seconds,
+            streams = [("main", request.tokens, prepared.page_keys)]
+            for companion in prepared.companions:
+                tokens = request.companions[companion.label]
+                streams.append((companion.label, tokens, companion.page_keys))
+            request.openings = tuple(
+                Opening(
+                    request_id=request.request_id,
+                    label=label,
+                    tokens=tokens,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    max_len=request.max_len,
+                    page_keys=page_keys,
+                    root=prepared.root,
+                    spans=prepared.spans,
+                    context=[item.span for item in request.context],
+                    num_streams=len(streams),
+                    settings={request.component.sampler_key: request.params},
+                    retain_seconds=prepared.retain_seconds,
+                )
+                for label, tokens, page_keys in streams
             )
-        return request.opening
+        return request.openings

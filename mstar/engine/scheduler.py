@@ -1,16 +1,22 @@
 """Chooses the next batch: admits, chunks, preempts, finishes; counts, never touches a tensor.
 
+A step runs one node on the requests that wait for it: of the nodes that are waited for, the one
+that was served longest ago, so that none starves.
+
 First come, first served: a request starts only when all before it have. Requests that generate
 come first in a step's token budget, then unfinished prompts, then new requests. When resources
 cannot let every running request grow, the youngest goes back to the queue; since one request
 alone always fits, the oldest always gets on.
 """
 
+from bisect import insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
 from typing import Protocol
 
-from mstar.engine.batch import Batch
+from mstar.engine.batch import Batch, NodeKind
 from mstar.engine.request import Request, RequestItem, RequestStatus
 from mstar.engine.resources.base import Refusal
 
@@ -36,6 +42,12 @@ class Gate(Protocol):
     def admit(self, batch: Batch) -> Refusal | None:
         """Reserve what a step needs, or refuse."""
 
+    def shape(self, node: str, request: Request, part: object) -> Hashable:
+        """Return what must be equal for an item or a visit to share a batch of the node."""
+
+    def max_batch(self, node: str) -> int | None:
+        """Return how many items or visits one batch of the node holds; ``None``: no bound."""
+
 
 class Scheduler:
     """The queue and the running requests.
@@ -44,7 +56,7 @@ class Scheduler:
         gate: Asked before a request starts and before a step runs.
         max_num_seqs: Requests that may run at once.
         max_num_batched_tokens: Tokens of one step at most.
-        encoders: Nodes that encode items.
+        kinds: What each node is run on; a node that is missing computes tokens.
         has_one_node: Every walk is over the same node, which spares a look at each.
     """
 
@@ -54,13 +66,13 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        encoders: Collection[str] = (),
+        kinds: Mapping[str, NodeKind] = MappingProxyType({}),
         has_one_node: bool = False,
     ) -> None:
         self._gate = gate
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._encoders = frozenset(encoders)
+        self._kinds = kinds
         self._has_one_node = has_one_node
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -68,6 +80,8 @@ class Scheduler:
         """The head of the queue was refused and nothing was given back since."""
         self._steady: Batch | None = None
         """The last batch, while the next one is sure to be the same."""
+        self._is_waited_for_alone = True
+        """Nobody waited for another node when the last batch was composed."""
         self._has_put_off = False
         """Some that generate waited for an item in the last step; they come first in this one."""
         self._last_served: dict[str, int] = {}
@@ -101,6 +115,17 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self._steady = None
 
+    def wake(self) -> None:
+        """Take note that a request waits for a node that it did not wait for before."""
+        self._steady = None
+
+    def requeue(self, request: Request) -> None:
+        """Put a request that ended a leg where its arrival has it in the queue."""
+        self._running.remove(request)
+        self._close(request)
+        insort(self._waiting, request, key=lambda waiting: waiting.arrival)
+        self._steady = None
+
     def schedule(
         self, launched: Batch | None = None
     ) -> tuple[Batch | None, Sequence[tuple[Request, Refusal]]]:
@@ -126,6 +151,7 @@ class Scheduler:
                 self._preempt()
             batch = self._rest_of(launched) or self._compose(rejected)
         is_whole = batch is not None and len(batch.requests) == len(self._running)
+        is_whole = is_whole and self._is_waited_for_alone
         is_over = self._is_blocked or not self._waiting or self.num_running >= self._max_num_seqs
         self._steady = batch if batch and is_whole and is_over and batch.is_decode else None
         return batch, rejected
@@ -161,30 +187,49 @@ class Scheduler:
         ready = [(request, self._nodes_of(request)) for request in self._running]
         node = self._next_node(ready)
         due = [request for request, nodes in ready if node in nodes]
-        spans: list[tuple[Request, int]] = []
-        if node not in self._encoders:
-            spans = self._spans(due)
-            budget = self._max_num_batched_tokens - sum(span for _, span in spans)
-            while budget and (started := self._start_next(rejected)) is not None:
-                nodes = self._nodes_of(started)
-                node = node or next(iter(nodes), None)
-                if node in self._encoders:
-                    due.append(started)
-                    break
-                if node in nodes and (span := started.chunk(budget)):
-                    spans.append((started, span))
-                    budget -= span
+        spans = self._spans(due) if self._kind_of(node) is NodeKind.TOKENS else []
+        budget = self._max_num_batched_tokens - sum(span for _, span in spans)
+        while budget > 0 and (started := self._start_next(rejected)) is not None:
+            nodes = self._nodes_of(started)
+            ready.append((started, nodes))
+            node = node or next(iter(nodes), None)
+            if node not in nodes:
+                continue
+            if self._kind_of(node) is not NodeKind.TOKENS:
+                due.append(started)
+                budget -= self._cost(node, started)
+            elif span := started.chunk(budget):
+                spans.append((started, span))
+                budget -= span
         if node is None:
             return None
         self._num_batches += 1
         self._last_served[node] = self._num_batches
-        return Batch.of(node, spans) if spans else Batch.of_items(node, self._items(due))
+        self._is_waited_for_alone = all(nodes == (node,) for _, nodes in ready)
+        match self._kind_of(node):
+            case NodeKind.TOKENS:
+                return Batch.of(node, spans)
+            case NodeKind.ITEMS:
+                return Batch.of_items(node, self._items(node, due))
+            case NodeKind.VISIT:
+                return Batch.of_visits(node, self._visits(node, due))
+
+    def _kind_of(self, node: str | None) -> NodeKind:
+        return NodeKind.TOKENS if node is None else self._kinds.get(node, NodeKind.TOKENS)
+
+    def _cost(self, node: str | None, request: Request) -> int:
+        """Return what a visit, or the request's next item, takes of a step's budget."""
+        if self._kind_of(node) is NodeKind.VISIT:
+            return 1
+        item = request.next_item(self._max_num_batched_tokens)
+        assert item is not None, f"request {request.request_id!r} has nothing to encode"
+        return item.span.length
 
     def _nodes_of(self, request: Request) -> tuple[str, ...]:
         """Return the nodes that a request waits for; none while another computes for it."""
         if request.num_uncomputed_tokens > 1 and self._gate.catch_up(request):
             return ()
-        if request.items:
+        if request.has_items:
             encoder = self._gate.next_encoder(request, self._max_num_batched_tokens)
             if encoder is not None:
                 return (encoder,)
@@ -211,17 +256,29 @@ class Scheduler:
                 budget -= span
         return spans
 
-    def _items(self, due: list[Request]) -> list[tuple[Request, RequestItem]]:
+    def _items(self, node: str, due: list[Request]) -> list[tuple[Request, RequestItem]]:
         """Return one item of each request, as many as the budget holds, none of them twice."""
         budget = self._max_num_batched_tokens
         chosen: dict[bytes, tuple[Request, RequestItem]] = {}
+        shape: Hashable = None
         for request in due:
             item = request.next_item(self._max_num_batched_tokens)
             assert item is not None, f"request {request.request_id!r} has nothing to encode"
-            if item.name not in chosen and item.span.length <= budget:
+            if item.name in chosen or item.span.length > budget:
+                continue
+            own = self._gate.shape(node, request, item)
+            if not chosen or own == shape:
+                shape = own
                 chosen[item.name] = (request, item)
                 budget -= item.span.length
-        return list(chosen.values())
+        return list(islice(chosen.values(), self._gate.max_batch(node)))
+
+    def _visits(self, node: str, due: list[Request]) -> list[tuple[Request, object]]:
+        """Return the requests, of the shape of the first, that a node visits; with their chunks."""
+        visits = [(request, request.cursor.chunk_for(node)) for request in due]
+        shapes = [self._gate.shape(node, *visit) for visit in visits]
+        alike = (v for v, shape in zip(visits, shapes, strict=True) if shape == shapes[0])
+        return list(islice(alike, self._gate.max_batch(node)))
 
     def _next_node(self, ready: list[tuple[Request, tuple[str, ...]]]) -> str | None:
         """Return the node, of those that running requests wait for, that waited longest."""

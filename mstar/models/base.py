@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mstar.engine.graph import Cursor, Graph, Loop, Run
 from mstar.engine.model import Model
-from mstar.engine.request import Request
+from mstar.engine.request import PreparedRequest, Request
 from mstar.engine.resources.spec import NodeResourceSpec
 
 
@@ -15,6 +15,7 @@ class Description:
 
     root_constants: Mapping[str, str] | None
     """What its KV depends on beside the deployment's numbers; ``None``: unknown."""
+    graph: Graph
     specs: Sequence[NodeResourceSpec]
     vocab_size: int
     max_model_len: int
@@ -33,13 +34,13 @@ def text_graph(node: str) -> Graph:
 class TextModel(Model):
     """A model that computes the prompt, then one token after the other."""
 
-    def first_walk(self, request_id: str) -> Cursor:
+    def first_walk(self, prepared: PreparedRequest) -> Cursor:
         """Return the walk over the prompt."""
         return self.graph.cursor("prefill")
 
     def next_walk(self, request: Request) -> Cursor | None:
         """Return the walk that generates, unless the first token ended the request."""
-        if request.cursor.name == "prefill" and request.finish_reason is None:
+        if request.cursor.local_name == "prefill" and request.finish_reason is None:
             return self.graph.cursor("decode")
         return None
 

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstar.engine.request import Array
+from mstar.engine.array import Array, from_numpy
+from mstar.engine.request import ContextItem
 from mstar.engine.resources.kv.keys import chain, fingerprint, page_items
 from mstar.engine.resources.spans import Span, pairs
 
@@ -60,6 +61,37 @@ def item_digest(
     )
 
 
+def named(
+    span: Span,
+    content: npt.NDArray[Any],
+    *,
+    processor: bytes,
+    parameters: Mapping[str, object],
+) -> Span:
+    """Return the span of an item under the content name that commits to all its fields.
+
+    Its grid is among them: the same pixels in other places have another KV.
+
+    Args:
+        span: The item's, whose digest is not read.
+        content: As ``item_digest`` takes it, ``processor`` and ``parameters`` too.
+        processor: Fingerprint of what turns it into slots.
+        parameters: What the request asks of the processor.
+    """
+    if span.grid is not None:
+        processor = fingerprint("mstar-item-grid-v1", processor, msgspec.msgpack.encode(span.grid))
+    digest = item_digest(
+        content,
+        kind=span.kind,
+        processor=processor,
+        parameters=parameters,
+        length=span.length,
+        advance=span.advance,
+        is_whole=span.is_whole,
+    )
+    return msgspec.structs.replace(span, digest=digest)
+
+
 def _plain(value: object, where: str) -> object:
     """Return a value of plain data as it is; other types would be encoded as what they are not."""
     if isinstance(value, Mapping):
@@ -76,9 +108,20 @@ def _plain(value: object, where: str) -> object:
 
 def array_of(content: npt.NDArray[Any]) -> Array:
     """Return an encoder's input as it crosses processes."""
-    # The name of a dtype says nothing of its byte order: that of this machine.
-    plain = np.ascontiguousarray(content, content.dtype.newbyteorder("="))
-    return Array(plain.dtype.name, content.shape, plain.tobytes())
+    return from_numpy(content)
+
+
+def context_root(root: bytes | None, context: Sequence[ContextItem]) -> bytes | None:
+    """Return the key of the empty prefix of a stream that attends to items from outside.
+
+    Args:
+        root: The request's; ``None`` keeps it out of reuse.
+        context: The items, in order.
+    """
+    if root is None or not context:
+        return root
+    named = (part for item in context for part in (item.kind, item.digest, item.length))
+    return fingerprint("mstar-context-root-v1", root, *named)
 
 
 @dataclass(frozen=True, slots=True)

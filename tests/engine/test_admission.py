@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 
 from mstar.engine.admission import check_layout, max_len
-from mstar.engine.request import Array, PreparedRequest
+from mstar.engine.array import Array
+from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spans import Span
 from mstar.errors import CapacityError, ContextLengthError, RequestError
@@ -12,6 +13,7 @@ from mstar.models.toy import toy_model
 from mstar.models.toy_items import KIND, toy_item_model
 
 DIGEST = b"x" * 32
+COMPONENT = toy_model().component_of("prefill")
 LIMIT = 20
 INPUT: dict[str, Array] = {}
 
@@ -41,9 +43,9 @@ def prepared(ids: list[int], *, layout: list[Span] | None = None, **params: Any)
 def test_request_may_fill_its_prompt_and_what_it_asked_for(model: DecoderModel) -> None:
     for num_ids in range(1, LIMIT):
         ids = [5] * num_ids
-        assert max_len(prepared(ids, max_tokens=None), model, LIMIT) == LIMIT
+        assert max_len(prepared(ids, max_tokens=None), COMPONENT, LIMIT) == LIMIT
         for max_tokens in range(1, LIMIT - num_ids + 1):
-            found = max_len(prepared(ids, max_tokens=max_tokens), model, LIMIT)
+            found = max_len(prepared(ids, max_tokens=max_tokens), COMPONENT, LIMIT)
             assert found == num_ids + max_tokens
 
 
@@ -53,7 +55,7 @@ def test_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers(
 ) -> None:
     for max_tokens in (None, 1):
         with pytest.raises(ContextLengthError) as caught:
-            max_len(prepared([5] * num_ids, max_tokens=max_tokens), model, LIMIT)
+            max_len(prepared([5] * num_ids, max_tokens=max_tokens), COMPONENT, LIMIT)
         assert f"the prompt has {num_ids} tokens and the context holds {LIMIT}" in str(caught.value)
         assert "shorten the prompt" in str(caught.value)
         assert caught.value.param == "prompt"
@@ -64,19 +66,19 @@ def test_answer_that_would_not_fit_is_refused_with_what_would(
     model: DecoderModel, num_ids: int, max_tokens: int
 ) -> None:
     with pytest.raises(ContextLengthError) as caught:
-        max_len(prepared([5] * num_ids, max_tokens=max_tokens), model, LIMIT)
+        max_len(prepared([5] * num_ids, max_tokens=max_tokens), COMPONENT, LIMIT)
     words = str(caught.value)
     assert f"{num_ids} prompt tokens and max_tokens={max_tokens} exceed" in words
     assert f"lower max_tokens to {LIMIT - num_ids}" in words
     assert caught.value.param == "max_tokens"
     # The remedy is one.
     fits = prepared([5] * num_ids, max_tokens=LIMIT - num_ids)
-    assert max_len(fits, model, LIMIT) == LIMIT
+    assert max_len(fits, COMPONENT, LIMIT) == LIMIT
 
 
 def test_prompt_without_a_token_is_refused(model: DecoderModel) -> None:
     with pytest.raises(RequestError, match="no tokens; give it at least one"):
-        max_len(prepared([]), model, LIMIT)
+        max_len(prepared([]), COMPONENT, LIMIT)
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -87,7 +89,7 @@ def test_id_outside_the_vocabulary_is_named(model: DecoderModel, place: int, pas
     ids = [0, size - 1]
     ids.insert(place, wrong)
     with pytest.raises(RequestError, match=f"^token id {wrong} is outside .* of {size}$") as caught:
-        max_len(prepared(ids), model, LIMIT)
+        max_len(prepared(ids), COMPONENT, LIMIT)
     assert caught.value.param == "prompt"
 
 
@@ -101,9 +103,9 @@ def test_parameter_that_names_an_id_outside_the_vocabulary_is_named(
         value: Any = {3: 1.0, token: 1.0} if name == "logit_bias" else (3, token)
         return prepared([5], **{name: value, "max_tokens": 4})
 
-    assert max_len(asking(size - 1), model, LIMIT) == 5
+    assert max_len(asking(size - 1), COMPONENT, LIMIT) == 5
     with pytest.raises(RequestError, match=f"{name} names token id {size}, outside") as caught:
-        max_len(asking(size), model, LIMIT)
+        max_len(asking(size), COMPONENT, LIMIT)
     assert caught.value.param == name
 
 

@@ -36,7 +36,7 @@ class Steps:
 
     def __init__(self, model: DecoderModel) -> None:
         deployment = Deployment(max_num_seqs=4, max_model_len=64, page_size=4, num_pages=40)
-        self.runner = Runner(model.nodes, model.specs, deployment, model.sampler_key)
+        self.runner = Runner(model.nodes, model.specs, deployment)
         (self.name, node), *_ = model.nodes.items()
         assert isinstance(node, RecordableNode)
         self.node = node
@@ -47,9 +47,9 @@ class Steps:
                     token_ids=list(range(2, 2 + length)),
                     params=SamplingParams(temperature=0.0),
                 ),
-                model.first_walk(name),
+                model.graph.cursor("prefill"),
+                model.component_of("prefill"),
                 max_len=64,
-                stop_token_ids=frozenset(),
                 arrival=place,
             )
             for place, (name, length) in enumerate((("a", 3), ("b", 9), ("c", 4)))

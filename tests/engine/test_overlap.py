@@ -19,7 +19,7 @@ from mstar.engine.batch import Batch, NodeOutput
 from mstar.engine.capture import RecordableNode, Recorder, _Recording, decode_sizes
 from mstar.engine.engine import EngineCore
 from mstar.engine.overlap import Flight, Pending
-from mstar.engine.request import PreparedRequest, Request
+from mstar.engine.request import Component, PreparedRequest, Request
 from mstar.engine.resources.attention import sdpa
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
@@ -442,8 +442,8 @@ def record(number: int) -> Request:
     return Request(
         PreparedRequest(request_id=str(number), token_ids=[5], params=SamplingParams()),
         text_graph("node").cursor("decode"),
+        Component(vocab_size=160, stop_token_ids=frozenset()),
         max_len=9,
-        stop_token_ids=frozenset(),
         arrival=number,
     )
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mstar.engine.output import FinishReason
-from mstar.engine.request import PreparedRequest, Request, RequestStatus
+from mstar.engine.request import Component, PreparedRequest, Request, RequestStatus
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spans import Span
 from mstar.models.base import text_graph
@@ -43,8 +43,8 @@ def request_of(
             root=root,
         ),
         text_graph("node").cursor("prefill"),
+        Component(vocab_size=160, stop_token_ids=stop_token_ids),
         max_len=num_slots + max_tokens,
-        stop_token_ids=stop_token_ids,
         arrival=0,
     )
 
@@ -108,7 +108,8 @@ def test_items_keep_their_own_inputs_in_order() -> None:
         request_id="r", token_ids=[0] * 6, params=SamplingParams(), spans=spans, inputs=inputs
     )
     cursor = text_graph("node").cursor("prefill")
-    request = Request(prepared, cursor, max_len=9, stop_token_ids=frozenset(), arrival=0)
+    component = Component(vocab_size=9, stop_token_ids=frozenset())
+    request = Request(prepared, cursor, component, max_len=9, arrival=0)
     assert [list(item.inputs) for item in request.items] == [["first"], ["second"]]
     assert len({item.name for item in request.items}) == 2
 

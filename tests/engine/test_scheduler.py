@@ -11,9 +11,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mstar.engine.batch import Batch
+from mstar.engine.batch import Batch, NodeKind
 from mstar.engine.graph import Graph, Loop, Run, Sequential
-from mstar.engine.request import PreparedRequest, Request, RequestStatus
+from mstar.engine.request import Component, PreparedRequest, Request, RequestStatus
 from mstar.engine.resources.base import Refusal
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spans import Span
@@ -58,6 +58,12 @@ class CountingGate:
     def next_encoder(self, request: Request, budget: int) -> str | None:
         return None
 
+    def shape(self, node: str, request: Request, part: object) -> None:
+        return None
+
+    def max_batch(self, node: str) -> None:
+        return None
+
     def admit(self, batch: Batch) -> Refusal | None:
         needed = {}
         for request, segment in zip(batch.requests, batch.segments, strict=True):
@@ -77,8 +83,8 @@ def request_of(number: int, num_prompt: int, max_tokens: int, walk: str = "prefi
             request_id=f"r{number}", token_ids=[5] * num_prompt, params=SamplingParams()
         ),
         text_graph("node").cursor(walk),
+        Component(vocab_size=160, stop_token_ids=frozenset()),
         max_len=num_prompt + max_tokens,
-        stop_token_ids=frozenset(),
         arrival=number,
     )
 
@@ -553,8 +559,8 @@ def reader_of(number: int, layout: list[Span], max_tokens: int = 5) -> Request:
             root=b"root",
         ),
         text_graph("node").cursor("prefill"),
+        Component(vocab_size=160, stop_token_ids=frozenset()),
         max_len=num_slots + max_tokens,
-        stop_token_ids=frozenset(),
         arrival=number,
     )
 
@@ -573,7 +579,7 @@ class ItemBench:
             self.gate,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            encoders={"encoder"},
+            kinds={"encoder": NodeKind.ITEMS},
         )
 
     def step(self) -> Batch | None:

@@ -72,16 +72,16 @@ def all_logits(
         {str(i): max(0, len(prompt) - (last or len(prompt))) for i, prompt in enumerate(prompts)},
     )
     deployment = deployment or small_deployment()
-    runner = Runner({name: recorder}, model.specs, deployment, model.sampler_key)
+    runner = Runner({name: recorder}, model.specs, deployment)
     # One id past each prompt, so that no step is asked for a token.
     requests = [
         Request(
             PreparedRequest(
                 request_id=str(i), token_ids=[*prompt, 0], params=SamplingParams(temperature=0)
             ),
-            model.first_walk(str(i)),
+            model.graph.cursor("prefill"),
+            model.component_of("prefill"),
             max_len=len(prompt) + 1,
-            stop_token_ids=frozenset(),
             arrival=i,
         )
         for i, prompt in enumerate(prompts)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from mstar.engine.request import Array
+from mstar.engine.array import Array
 from mstar.engine.resources.spans import Span, check_spans
 from mstar.preprocess.items import (
     Layout,

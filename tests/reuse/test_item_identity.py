@@ -376,8 +376,9 @@ def test_output_of_an_encoder_is_named_by_weights_tenant_kind_and_digest() -> No
             request_id="r", token_ids=[0] * 3, params=SamplingParams(), root=root,
             spans=[Span(3, digest, kind=kind)], inputs=[{}],
         )  # fmt: skip
-        cursor = models[0].first_walk("r")
-        made = Request(prepared, cursor, max_len=9, stop_token_ids=frozenset(), arrival=0)
+        cursor = models[0].first_walk(prepared)
+        component = models[0].component_of(cursor.name)
+        made = Request(prepared, cursor, component, max_len=9, arrival=0)
         return made.items[0].name
 
     kinds, digests = ("image", "audio"), (bytes(32), bytes(31) + b"1")

@@ -112,6 +112,10 @@ class Opening:
     """Key of the empty prefix; ``None`` keeps the stream out of reuse."""
     spans: Sequence[Span] = ()
     """Layout of the prompt; empty: all token ids."""
+    context: Sequence[Span] = ()
+    """Items that the stream attends to from outside."""
+    num_streams: int = 1
+    """Streams of the request that are open together, each as long as this one."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the request asks of a resource, by resource key."""
     retain_seconds: float = 0.0

@@ -43,7 +43,9 @@ class _Stream:
     keys: StreamKeys | None
     """``None``: the stream is out of reuse."""
     frontier: tuple[bytes, ...] = ()
-    """Names of what it computes next; empty where another is about to compute a part of it."""
+    """Names of what it computes next; empty where its request waits for another's streams."""
+    waits: bool = False
+    """Another request was about to compute a part of it when the frontier moved last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +200,15 @@ class KVManager(Resource):
 
     def ever_fits(self, opening: Opening) -> Refusal | None:
         """Refuse a stream that needs more pages than there are."""
-        needed = self._pages_for(opening.max_len)
+        count = opening.num_streams
+        # Beside the pages of each stream, one is set aside for each that is open already.
+        needed = count * self._pages_for(opening.max_len) + count - 1
         if needed <= self.pool.num_pages:
             return None
+        each = "" if count == 1 else f" in each of {count} streams"
         return Refusal(
             self.resource_key,
-            f"{opening.max_len} tokens of prompt and output need {needed} KV pages of "
+            f"{opening.max_len} tokens of prompt and output{each} need {needed} KV pages of "
             f"{self.page_size} tokens, and the pool has {self.pool.num_pages}",
             is_permanent=True,
         )
@@ -214,7 +219,8 @@ class KVManager(Resource):
         if keys is None:
             return 0
         pages, cut = self._match(keys, limit)
-        if cut and not self._can_copy(opening, len(pages)):
+        # A copy's page could be one that another stream of the request was offered.
+        if cut and (opening.num_streams > 1 or not self._can_copy(opening, len(pages))):
             cut = None
         return len(pages) * self.page_size + (cut.end if cut else 0)
 
@@ -261,9 +267,13 @@ class KVManager(Resource):
         keys = self._keys_of(opening)
         if keys is None or not self._frontier:
             return False
-        own = self._streams.get((opening.request_id, opening.label))
         names = self._names_ahead(keys, start, len(opening.tokens) - 1)
-        return any(self._frontier.get(name, own) is not own for name in names)
+        return any(self._is_others(name, opening.request_id) for name in names)
+
+    def _is_others(self, name: bytes, request_id: str) -> bool:
+        """Tell whether another request is about to compute what a key names."""
+        holder = self._frontier.get(name)
+        return holder is not None and holder.opening.request_id != request_id
 
     def _names_ahead(self, keys: StreamKeys, start: int, limit: int) -> list[bytes]:
         """Return the names that the page of slot ``start`` can get, up to slot ``limit``."""
@@ -277,7 +287,8 @@ class KVManager(Resource):
     def open(self, opening: Opening, num_reused: int) -> Refusal | None:
         """Pin the reused pages, then take pages for the rest of what is to be computed.
 
-        A stream that waits for another to compute what comes next takes no pages yet.
+        A stream that waits for another to compute what comes next takes no pages yet; nor does one
+        of several, whose pages could be those that the next one was offered.
         """
         key = (opening.request_id, opening.label)
         assert key not in self._streams, f"stream {key} is open already"
@@ -289,9 +300,13 @@ class KVManager(Resource):
         self.pool.retain(pinned)
         is_waiting = self.is_pending(opening, num_reused)
         needed = self._pages_for(num_reused if is_waiting else len(opening.tokens)) - len(reused)
+        needed *= opening.num_streams
         # A page for each open stream stays available, so that growth seldom preempts.
         spare = self.pool.num_available - needed
-        if spare < len(self._streams) or (taken := self.pool.try_allocate(needed)) is None:
+        taken: list[int] | None = None
+        if spare >= len(self._streams):
+            taken = self.pool.try_allocate(needed if opening.num_streams == 1 else 0)
+        if taken is None:
             available = self.pool.num_available
             self.pool.release(pinned)
             return Refusal(
@@ -615,15 +630,28 @@ class KVManager(Resource):
                 self.pool.keep(page)
 
     def _move_frontier(self, stream: _Stream, names: Sequence[bytes]) -> None:
-        """Say what the stream computes next, unless another said so of a part of it.
+        """Say what the stream computes next, unless its request waits for another's streams.
 
-        One that waits for another is thus waited for by none, and no two wait for each other.
+        A request that waits in one of its streams is thus waited for in none, and no two wait for
+        each other.
         """
+        self._leave_frontier(stream)
+        request_id = stream.opening.request_id
+        stream.waits = any(self._is_others(name, request_id) for name in names)
+        labels = self._labels.get(request_id, ())
+        siblings = [self._streams[request_id, label] for label in labels] or [stream]
+        if any(sibling.waits for sibling in siblings):
+            for sibling in siblings:
+                self._leave_frontier(sibling)
+            return
+        # Streams of one request may compute the same side by side.
+        stream.frontier = tuple(name for name in names if name not in self._frontier)
+        self._frontier.update(dict.fromkeys(stream.frontier, stream))
+
+    def _leave_frontier(self, stream: _Stream) -> None:
         for name in stream.frontier:
             del self._frontier[name]
-        is_free = self._frontier.keys().isdisjoint(names)
-        stream.frontier = tuple(names) if is_free else ()
-        self._frontier.update(dict.fromkeys(stream.frontier, stream))
+        stream.frontier = ()
 
     def usage(self) -> tuple[int, int, int]:
         """Return pages there are, pages held by streams, pages kept for reuse only."""

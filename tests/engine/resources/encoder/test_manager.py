@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mstar.engine.request import PreparedRequest, Request
+from mstar.engine.request import Component, PreparedRequest, Request
 from mstar.engine.resources.base import Deployment, Item, Opening
 from mstar.engine.resources.encoder.config import EncoderConfig, EncoderStep
 from mstar.engine.resources.encoder.manager import EncoderManager
@@ -233,7 +233,8 @@ def name_of(root: bytes | None, kind: str, digest: bytes, request_id: str = "r")
         inputs=[{}],
     )
     cursor = text_graph("node").cursor("prefill")
-    request = Request(prepared, cursor, max_len=9, stop_token_ids=frozenset(), arrival=0)
+    component = Component(vocab_size=9, stop_token_ids=frozenset())
+    request = Request(prepared, cursor, component, max_len=9, arrival=0)
     return request.items[0].name
 
 
