@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mstar.cli import cache, environment, kv_events
+from mstar.cli import cache, environment, graph, kv_events
 from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, sampling_defaults, talk
 from mstar.cli.parser import Parser, at_least
 from mstar.errors import MstarError, RequestError
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
     cache.add_command(commands)
     kv_events.add_command(commands)
+    graph.add_command(commands)
     command("env", environment.show, "Show versions, hardware, kernels, settings and models.")
     return parser
 

@@ -29,7 +29,7 @@ def max_len(prepared: PreparedRequest, component: Component, limit: int) -> int:
     if not ids:
         raise RequestError("the prompt has no tokens; give it at least one", param="prompt")
     _check_ids(prepared, component)
-    max_tokens = prepared.params.max_tokens
+    max_tokens = (component.params or prepared.params).max_tokens
     if len(ids) >= limit:
         raise ContextLengthError(
             f"the prompt has {len(ids)} tokens and the context holds {limit}, of which at "
@@ -61,8 +61,9 @@ def _check_ids(prepared: PreparedRequest, component: Component) -> None:
                 f"token id {wrong} is outside the vocabulary of {component.vocab_size}",
                 param="prompt",
             )
+    params = component.params or prepared.params
     for name in ("logit_bias", "stop_token_ids"):
-        for token in getattr(prepared.params, name):
+        for token in getattr(params, name):
             if token >= component.vocab_size:
                 raise RequestError(
                     f"{name} names token id {token}, outside the vocabulary of "

@@ -175,7 +175,7 @@ class _SentenceChunker(Chunker):
     def _cut(self) -> int | None:
         """Return where the text is to be cut, now that its last character is known."""
         end = _sentence_end(self._text)
-        if end is not None and self._is_enough(self._text[:end]):
+        if end is not None and end <= self._max and self._is_enough(self._text[:end]):
             return end
         if len(self._text) > self._max:
             return _cut_below(self._text[: self._max], self._min)
@@ -311,6 +311,11 @@ class Inbox:
     def has_chunk(self) -> bool:
         """Whether the consumer can be run."""
         return bool(self._chunks)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._is_closed
 
     @property
     def is_over(self) -> bool:

@@ -10,6 +10,7 @@ from mstar.engine import memory
 from mstar.engine.admission import check_layout, max_len
 from mstar.engine.array import to_numpy
 from mstar.engine.batch import Batch, NodeOutput
+from mstar.engine.graph_checks import check_graph
 from mstar.engine.model import Leg, Model
 from mstar.engine.output import (
     RESOURCE_COUNTERS,
@@ -92,6 +93,7 @@ class EngineCore:
             kinds=self._runner.kinds(),
             has_one_node=len(model.nodes) == 1,
         )
+        check_graph(model.graph, model.encoders)
         self._streaming = {edge.name for edge in model.graph.edges if edge.chunks is not None}
         """Names of edges whose pieces are for nodes, and not for the user."""
         self._requests: dict[str, Request] = {}
@@ -199,9 +201,7 @@ class EngineCore:
             component = request.component
             request.finish_reason = request.append(token)
             emitted = list(result.emitted.get(index, ())) if result.emitted else []
-            if is_telling:
-                emitted += self.model.emit(request, node, token)
-            reason, error = walk_on(request, node, emitted)
+            reason, error = walk_on(request, node, emitted, token if is_telling else None)
             if component.is_silent and not emitted and reason is None:
                 continue
             own = None if all_logprobs is None else all_logprobs[place]
@@ -240,24 +240,36 @@ class EngineCore:
         return outputs
 
     def _walk_on(
-        self, request: Request, node: str, emitted: list[Emitted]
+        self, request: Request, node: str, emitted: list[Emitted], token: int | None = None
     ) -> tuple[FinishReason | None, ErrorInfo | None]:
         """Take note of a visit; returns why the request has ended, if it has.
 
         Args:
             request: Whose it was.
             node: Where.
-            emitted: What it gave; what is for other nodes is taken out, what the end of a leg
-                gives is added.
+            emitted: What it gave; what is for other nodes is taken out, what the model makes of
+                the token and of a leg's end is added.
+            token: For the model to make something of.
         """
         cursor = request.cursor
-        if emitted and self._streaming:
-            self._hand_on(request, emitted)
-        is_over = cursor.complete(node, self.model.holds, request)
-        if cursor.inboxes and not is_over:
-            # Chunks are due where an edge has closed, or a piece has made one whole.
-            self._scheduler.wake()
-        return self._next_walk(request, emitted) if is_over else (None, None)
+        try:
+            if token is not None:
+                emitted += self.model.emit(request, node, token)
+            if emitted and self._streaming:
+                self._hand_on(request, emitted)
+            is_over = cursor.complete(node, self.model.holds, request)
+            if cursor.inboxes and not is_over:
+                # Chunks are due where an edge has closed, or a piece has made one whole.
+                self._scheduler.wake()
+            return self._next_walk(request, emitted) if is_over else (None, None)
+        except RequestError as error:
+            info = ErrorInfo(error.message, error.code, error.param)
+        except Exception as error:
+            logger.exception("request %s failed", request.request_id)
+            info = ErrorInfo(f"{type(error).__name__}: {error}", "internal_error")
+        request.finish_reason = "error"
+        self._end(request)
+        return "error", info
 
     def _hand_on(self, request: Request, emitted: list[Emitted]) -> None:
         """Take out what is for other nodes, and put it on their edges."""
@@ -291,19 +303,18 @@ class EngineCore:
         return request.finish_reason, None
 
     def _begin(self, request: Request, leg: Leg) -> tuple[FinishReason | None, ErrorInfo | None]:
-        """Queue a request for its next leg; it ends where that cannot be served."""
-        try:
-            component, length = self._measure(leg.prepared, leg.walk)
-        except RequestError as error:
-            self._end(request)
-            return "error", ErrorInfo(str(error), error.code, error.param)
+        """Queue a request for its next leg.
+
+        Raises:
+            RequestError: If the leg cannot be served.
+        """
+        component, length = self._measure(leg.prepared, leg.walk)
         self._scheduler.requeue(request)
         request.begin(leg.prepared, self.model.graph.cursor(leg.walk), component, length)
         refusal = self._runner.ever_fits(request)
-        if refusal is None:
-            return None, None
-        self._end(request)
-        return "error", ErrorInfo(refusal.reason, "kv_capacity_exceeded")
+        if refusal is not None:
+            raise CapacityError(refusal.reason)
+        return None, None
 
     def _count_prompt(self, request: Request) -> None:
         request.was_counted = True

@@ -397,11 +397,23 @@ class Cursor:
         taken = place.complete(node, holds, request)
         assert taken, f"walk {self.name!r} waits for {self.ready()}, not for {node!r}"
         if self._edges:
-            for edge in self._edges:
-                if edge.source == node and not place.expects(node):
-                    self.inboxes[edge.name].close()
-            place.settle()
+            self._close_edges()
         return place.is_done
+
+    def _close_edges(self) -> None:
+        """Close the edges whose source has ended, which may end their consumers in turn."""
+        place, is_closing = self._place, True
+        while is_closing:
+            place.settle()
+            ended = [
+                inbox
+                for edge in self._edges
+                if not (inbox := self.inboxes[edge.name]).is_closed
+                and not place.expects(edge.source)
+            ]
+            for inbox in ended:
+                inbox.close()
+            is_closing = bool(ended)
 
     def chunk_for(self, node: str) -> object | None:
         """Return the next chunk for a node, which completing its visit takes; ``None``: none."""

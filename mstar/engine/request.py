@@ -52,7 +52,8 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     page_keys: list[bytes] = []
     """Keys of the prompt's pages, the unfinished last one included; empty: never shared."""
     root: bytes | None = None
-    """Key of the empty prefix that the keys were folded from; ``None``: never shared."""
+    """Key of the tenant's empty prefix; ``None``: never shared. The keys are folded from it, or
+    from ``context_root`` where there is a context."""
     spans: list[Span] = []
     """Layout of ``token_ids``; empty: all token ids."""
     retain_seconds: float = 0.0
@@ -82,6 +83,19 @@ class RequestItem:
     """Its encoder's output is there and stays until the item is computed."""
 
 
+def context_root(root: bytes | None, context: Sequence[ContextItem]) -> bytes | None:
+    """Return the key of the empty prefix of a stream that attends to items from outside.
+
+    Args:
+        root: The request's; ``None`` keeps it out of reuse.
+        context: The items, in order.
+    """
+    if root is None or not context:
+        return root
+    named = (part for item in context for part in (item.kind, item.digest, item.length))
+    return fingerprint("mstar-context-root-v1", root, *named)
+
+
 class RequestStatus(Enum):
     """Where a request stands."""
 
@@ -106,6 +120,8 @@ class Component:
     """Keys of the resources that know its streams; ``None``: all."""
     is_silent: bool = False
     """Its tokens are no answer: they stay inside."""
+    params: SamplingParams | None = None
+    """How its tokens are sampled; ``None``: as the request asks."""
 
 
 class Request:
@@ -168,7 +184,7 @@ class Request:
     ) -> None:
         """Begin a leg: nothing of it is computed; arguments as for the class."""
         self.prepared = prepared
-        self.params = prepared.params
+        self.params = component.params or prepared.params
         self.cursor = cursor
         self.component = component
         self.tokens: list[int] = list(prepared.token_ids)
@@ -180,9 +196,9 @@ class Request:
         self.sources: Counter[str] = Counter()
         """Where reused prompt tokens were found: tokens by tier."""
         self.max_len = max_len
-        self.min_len = self.num_prompt_tokens + prepared.params.min_tokens
-        own_stops = frozenset() if prepared.params.ignore_eos else component.stop_token_ids
-        self.stop_token_ids = own_stops | frozenset(prepared.params.stop_token_ids)
+        self.min_len = self.num_prompt_tokens + self.params.min_tokens
+        own_stops = frozenset() if self.params.ignore_eos else component.stop_token_ids
+        self.stop_token_ids = own_stops | frozenset(self.params.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.was_counted = False

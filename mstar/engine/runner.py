@@ -10,7 +10,7 @@ import torch
 from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
 from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
 from mstar.engine.overlap import Flight
-from mstar.engine.request import Request
+from mstar.engine.request import Request, context_root
 from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep, ResourceStep, Segment
@@ -324,7 +324,7 @@ class Runner:
                     num_prompt_tokens=request.num_prompt_tokens,
                     max_len=request.max_len,
                     page_keys=page_keys,
-                    root=prepared.root,
+                    root=context_root(prepared.root, prepared.context),
                     spans=prepared.spans,
                     context=[item.span for item in request.context],
                     num_streams=len(streams),

@@ -16,7 +16,14 @@ from mstar.engine.engine import EngineCore
 from mstar.engine.graph import Cursor, Edge, ForEach, Graph, Loop, Parallel, Run, Sequential, Walk
 from mstar.engine.model import Leg, Model
 from mstar.engine.output import Emitted, RequestOutput
-from mstar.engine.request import Companion, Component, ContextItem, PreparedRequest, Request
+from mstar.engine.request import (
+    Companion,
+    Component,
+    ContextItem,
+    PreparedRequest,
+    Request,
+    context_root,
+)
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.encoder.config import EncoderConfig, EncoderSpec, EncoderStep
 from mstar.engine.resources.kv.config import KVStep
@@ -28,7 +35,7 @@ from mstar.models.decoder import DecoderModel, DecoderNode, load
 from mstar.models.dummy import DummyCheckpoint
 from mstar.models.toy import TOY_CONFIG, toy_model
 from mstar.models.toy_items import ToyEncoder
-from mstar.preprocess.items import array_of, context_root, item_digest, prompt_keys
+from mstar.preprocess.items import array_of, item_digest, prompt_keys
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -73,7 +80,7 @@ class Visits(Model):
 
     def __init__(self, nodes: Mapping[str, Node], walk: Walk, edges: tuple[Edge, ...] = ()) -> None:
         self.nodes = nodes
-        self.graph = Graph(tuple(nodes), (("walk", walk),), edges, ("enough",))
+        self.graph = Graph(tuple(nodes), (("walk", walk),), edges, tuple(walk.predicates()))
         self.forgotten: list[str] = []
 
     def first_walk(self, prepared: PreparedRequest) -> Cursor:
@@ -426,7 +433,15 @@ def listening(name: str, ids: list[int], sound: int, root: bytes | None) -> Prep
     features = torch.randn(6, 8, generator=generator).numpy()
     digest = item_digest(features, kind="sound", processor=b"toy", parameters={}, length=6)
     context = [ContextItem("sound", digest, 6, {"features": array_of(features)})]
-    return keyed(name, ids, context_root(root, context), context=context)
+    keys = [] if root is None else prompt_keys(ids, (), 4, context_root(root, context) or b"")
+    return PreparedRequest(
+        request_id=name,
+        token_ids=ids,
+        params=GREEDY,
+        page_keys=keys,
+        root=root,
+        context=context,
+    )
 
 
 def test_what_is_beside_a_stream_is_encoded_once_and_never_mixed_up() -> None:
