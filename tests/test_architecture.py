@@ -78,7 +78,7 @@ def test_exported_names_are_these() -> None:
 def test_every_resource_is_a_folder_with_a_config_and_a_manager() -> None:
     folders = [path for path in (PACKAGE / "engine" / "resources").iterdir() if path.is_dir()]
     names = {path.name for path in folders} - {"__pycache__"}
-    assert names == {"kv", "position", "attention", "encoder", "sampler"}
+    assert names == {"kv", "position", "attention", "encoder", "cross_attention", "sampler"}
     for name in names:
         files = {path.name for path in (PACKAGE / "engine" / "resources" / name).iterdir()}
         assert {"__init__.py", "config.py", "manager.py"} <= files, name

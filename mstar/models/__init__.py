@@ -23,6 +23,15 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2ForCausalLM": "mstar.models.decoder",
     "Qwen3ForCausalLM": "mstar.models.decoder",
     "Gemma3ForCausalLM": "mstar.models.decoder",
+    "SmolLM3ForCausalLM": "mstar.models.smollm3",
+    "WhisperForConditionalGeneration": "mstar.models.whisper",
+    "JanusForConditionalGeneration": "mstar.models.janus",
+    "Gemma3ForConditionalGeneration": "mstar.models.gemma3_vision",
+    "Idefics3ForConditionalGeneration": "mstar.models.idefics3",
+    "SmolVLMForConditionalGeneration": "mstar.models.idefics3",
+    "PiperVoice": "mstar.models.speech",
+    "KokoroVoice": "mstar.models.speech",
+    "Qwen2_5_VLForConditionalGeneration": "mstar.models.qwen2_5_vl",
 }
 """Architecture to the module whose ``load`` builds it and whose ``describe`` needs no weights."""
 

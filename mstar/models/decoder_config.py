@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from mstar.engine.resources.position.config import RopeParams
 from mstar.errors import UnsupportedError, WeightsError
+from mstar.models.fields import Fields
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -41,8 +41,8 @@ class DecoderConfig:
     is_tied: bool
     """The output head is the embedding."""
     attention_scale: float
-    rope: tuple[RopeParams, ...]
-    """One a layer."""
+    rope: tuple[RopeParams | None, ...]
+    """One a layer; ``None``: it rotates nothing."""
     windows: tuple[int | None, ...]
     """One a layer: slots a query sees, itself included; ``None``: all."""
     has_qkv_bias: bool = False
@@ -57,18 +57,26 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
 
 
-def decoder_config(config: Mapping[str, Any], architecture: str) -> DecoderConfig:
-    """Return the shape of a decoder of a known architecture.
+Read = Callable[[Fields, dict[str, Any]], dict[str, Any]]
+"""From a config.json, and the fields of ``DecoderConfig`` that are read of every family, to those
+that are the family's own."""
+
+
+def decoder_config(
+    config: Mapping[str, Any], architecture: str, read: Read | None = None
+) -> DecoderConfig:
+    """Return the shape of a decoder.
 
     Args:
         config: A config.json.
-        architecture: One of ``FAMILIES``.
+        architecture: One of ``FAMILIES``, or the name of another.
+        read: What the other has of its own.
 
     Raises:
         WeightsError: If a field is missing or of a wrong type; names it.
         UnsupportedError: If the config asks for something that is not built.
     """
-    fields = _Fields(config)
+    fields = Fields(config)
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -90,40 +98,41 @@ def decoder_config(config: Mapping[str, Any], architecture: str) -> DecoderConfi
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * num_layers,
     }
-    return DecoderConfig(**shape | FAMILIES[architecture](fields, shape))
+    own = FAMILIES[architecture] if read is None else read
+    return DecoderConfig(**shape | own(fields, shape))
 
 
-def _common(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
-    """Return what all but Gemma read alike."""
+def common(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return what most families read alike: activation and rotation."""
     return {
         "activation": _activation(fields.text("hidden_act", "silu")),
         "rope": (_rope(fields),) * shape["num_layers"],
     }
 
 
-def _llama(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
+def _llama(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
-    return _common(fields, shape) | {
+    return common(fields, shape) | {
         "has_qkv_bias": bias,
         "has_output_bias": bias,
         "has_mlp_bias": fields.flag("mlp_bias", False),
     }
 
 
-def _mistral(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
-    return _common(fields, shape) | {"windows": (fields.window(),) * shape["num_layers"]}
+def _mistral(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
+    return common(fields, shape) | {"windows": (sliding_window(fields),) * shape["num_layers"]}
 
 
-def _qwen2(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
-    return _common(fields, shape) | {
+def _qwen2(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
+    return common(fields, shape) | {
         "has_qkv_bias": True,
         "windows": _qwen_windows(fields, shape["num_layers"]),
     }
 
 
-def _qwen3(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
+def _qwen3(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
-    return _common(fields, shape) | {
+    return common(fields, shape) | {
         "has_qkv_bias": bias,
         "has_output_bias": bias,
         "has_qk_norm": True,
@@ -131,22 +140,22 @@ def _qwen3(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen_windows(fields: "_Fields", num_layers: int) -> tuple[int | None, ...]:
-    window = fields.window() if fields.flag("use_sliding_window", False) else None
+def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    window = sliding_window(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, minimum=0)
-    kinds = fields.layer_types(num_layers, lambda i: _SLIDING if i >= first else _FULL)
+    kinds = layer_types(fields, num_layers, lambda i: _SLIDING if i >= first else _FULL)
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _gemma3(fields: "_Fields", shape: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
     # The reference reads this cap and does not apply it, so nobody can say what is meant.
     for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if fields.is_set(name):
             raise UnsupportedError(f"{name} is not built for {_GEMMA3}")
     num_layers = shape["num_layers"]
     period = fields.integer("sliding_window_pattern", 6)
-    kinds = fields.layer_types(num_layers, lambda i: _SLIDING if (i + 1) % period else _FULL)
-    window = fields.window()
+    kinds = layer_types(fields, num_layers, lambda i: _SLIDING if (i + 1) % period else _FULL)
+    window = sliding_window(fields)
     if window is None and _SLIDING in kinds:
         raise WeightsError("the config has sliding layers, but its 'sliding_window' is null")
     rope = {_FULL: _gemma_rope(fields, _FULL), _SLIDING: _gemma_rope(fields, _SLIDING)}
@@ -178,7 +187,7 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-FAMILIES: Mapping[str, Callable[["_Fields", dict[str, Any]], dict[str, Any]]] = {
+FAMILIES: Mapping[str, Read] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
@@ -188,7 +197,7 @@ FAMILIES: Mapping[str, Callable[["_Fields", dict[str, Any]], dict[str, Any]]] = 
 """What each architecture adds to the common fields."""
 
 
-def _rope(fields: "_Fields") -> RopeParams:
+def _rope(fields: Fields) -> RopeParams:
     """Return the rotation that all layers share, from either spelling of the config.
 
     Newer configs hold all of it in ``rope_parameters``, older ones ``rope_theta`` and
@@ -201,7 +210,7 @@ def _rope(fields: "_Fields") -> RopeParams:
     return _scaled_rope(scaling, fields.positive("rope_theta", 1e4))
 
 
-def _gemma_rope(fields: "_Fields", kind: str) -> RopeParams:
+def _gemma_rope(fields: Fields, kind: str) -> RopeParams:
     """Return the rotation of Gemma 3's full or sliding layers, whose bases differ.
 
     The older spelling has the base of sliding layers beside that of the full ones, which alone
@@ -221,7 +230,7 @@ def _gemma_rope(fields: "_Fields", kind: str) -> RopeParams:
     return _scaled_rope(scaling, fields.positive("rope_theta", 1e6))
 
 
-def _scaled_rope(scaling: "_Fields", theta: float) -> RopeParams:
+def _scaled_rope(scaling: Fields, theta: float) -> RopeParams:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedError("partial_rotary_factor is not built for these architectures")
@@ -243,96 +252,28 @@ def _scaled_rope(scaling: "_Fields", theta: float) -> RopeParams:
     )
 
 
-class _Fields:
-    """Typed access to an object of a config.json; a ``null`` counts as missing.
+def sliding_window(fields: Fields) -> int | None:
+    """Return the sliding window in slots; ``None`` where the config says null.
 
-    Args:
-        config: The object.
-        where: What messages call it.
+    A config that says nothing means the classes' own default.
     """
+    if "sliding_window" in fields.config and fields.config["sliding_window"] is None:
+        return None
+    return fields.integer("sliding_window", _WINDOW)
 
-    def __init__(self, config: Mapping[str, Any], where: str = "the config") -> None:
-        self._config = config
-        self._where = where
 
-    def _get(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        value = self._config.get(name)
-        if value is None:
-            if default is None:
-                raise WeightsError(f"{self._where} lacks {name!r}")
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise WeightsError(f"{name!r} of {self._where} is {value!r:.60}, of a wrong type")
-        return value
-
-    def is_set(self, name: str) -> bool:
-        """Tell whether the field is there and neither null, false nor an empty object."""
-        value = self._config.get(name)
-        return value is not None and value is not False and value != {}
-
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value: int = self._get(name, int, default)
-        if value < minimum:
-            raise WeightsError(
-                f"{name!r} of {self._where} is {value}; it must be at least {minimum}"
-            )
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = float(self._get(name, (int, float), default))
-        if not 0 <= value < inf:
-            raise WeightsError(
-                f"{name!r} of {self._where} is {value}; it must be finite and not negative"
-            )
-        return value
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        value = self.number(name, default)
-        if value == 0:
-            raise WeightsError(f"{name!r} of {self._where} is 0; it must be positive")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        return str(self._get(name, str, default))
-
-    def flag(self, name: str, default: bool) -> bool:
-        return bool(self._get(name, bool, default))
-
-    def mapping(self, name: str) -> "_Fields":
-        return _Fields(self._get(name, Mapping, {}), f"{self._where}'s {name}")
-
-    def updated(self, other: "_Fields") -> "_Fields":
-        """Return these fields with those of ``other`` over them."""
-        return _Fields({**self._config, **other._config}, other._where)
-
-    @property
-    def has_mappings(self) -> bool:
-        return any(isinstance(value, Mapping) for value in self._config.values())
-
-    def has_only(self, *names: str) -> bool:
-        return set(self._config) <= set(names)
-
-    def window(self) -> int | None:
-        """Return the sliding window in slots; ``None`` where the config says null.
-
-        A config that says nothing means the classes' own default.
-        """
-        if "sliding_window" in self._config and self._config["sliding_window"] is None:
-            return None
-        return self.integer("sliding_window", _WINDOW)
-
-    def layer_types(self, num_layers: int, rule: Callable[[int], str]) -> list[str]:
-        """Return the kind of every layer, by the config's list or else by ``rule``."""
-        listed = self._get("layer_types", list, [])
-        if not listed:
-            return [rule(i) for i in range(num_layers)]
-        if len(listed) != num_layers:
-            raise WeightsError(
-                f"'layer_types' of {self._where} names {len(listed)} layers of {num_layers}"
-            )
-        unknown = [kind for kind in listed if kind not in (_FULL, _SLIDING)]
-        if unknown:
-            raise UnsupportedError(
-                f"layer_types has {unknown[0]!r:.60}; known are {_FULL!r} and {_SLIDING!r}"
-            )
-        return list(listed)
+def layer_types(fields: Fields, num_layers: int, rule: Callable[[int], str]) -> list[str]:
+    """Return the kind of every layer, by the config's list or else by ``rule``."""
+    listed = fields.get("layer_types", list, [])
+    if not listed:
+        return [rule(i) for i in range(num_layers)]
+    if len(listed) != num_layers:
+        raise WeightsError(
+            f"'layer_types' of {fields.where} names {len(listed)} layers of {num_layers}"
+        )
+    unknown = [kind for kind in listed if kind not in (_FULL, _SLIDING)]
+    if unknown:
+        raise UnsupportedError(
+            f"layer_types has {unknown[0]!r:.60}; known are {_FULL!r} and {_SLIDING!r}"
+        )
+    return list(listed)

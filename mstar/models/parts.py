@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from mstar.engine.batch import Node
-from mstar.engine.graph import Edge
+from mstar.engine.graph import Edge, Graph
 from mstar.engine.resources.encoder.config import EncoderConfig, EncoderSpec
+from mstar.models.base import Description
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder import DecoderModel
 
@@ -113,14 +114,28 @@ def with_encoder(
         kinds: The kinds of items that it encodes.
         hidden_size: Elements of one slot's output.
     """
-    (decoder,) = model.nodes
     model.nodes = {**model.nodes, ENCODER: encoder}
-    model.graph = replace(
-        model.graph,
-        nodes=(*model.graph.nodes, ENCODER),
-        edges=tuple(Edge(ENCODER, decoder, kind) for kind in kinds),
-    )
+    model.graph = encoder_graph(model.graph, kinds)
     model.encoders = dict.fromkeys(kinds, ENCODER)
-    config = EncoderConfig(hidden_size=hidden_size)
-    model.specs = (*model.specs, EncoderSpec(ENCODER, {decoder, ENCODER}, config))
+    model.specs = (*model.specs, encoder_spec(model.graph, hidden_size))
     return model
+
+
+def described_with_encoder(
+    text: Description, kinds: tuple[str, ...], hidden_size: int
+) -> Description:
+    """Return what a decoder says of itself, given an encoder as ``with_encoder`` does it."""
+    graph = encoder_graph(text.graph, kinds)
+    return replace(text, graph=graph, specs=(*text.specs, encoder_spec(graph, hidden_size)))
+
+
+def encoder_graph(graph: Graph, kinds: tuple[str, ...]) -> Graph:
+    """Return the graph of a decoder with an encoder before it."""
+    (decoder,) = graph.nodes
+    edges = tuple(Edge(ENCODER, decoder, kind) for kind in kinds)
+    return replace(graph, nodes=(decoder, ENCODER), edges=edges)
+
+
+def encoder_spec(graph: Graph, hidden_size: int) -> EncoderSpec:
+    """Return the declaration of the outputs that an encoder makes and a decoder reads."""
+    return EncoderSpec(ENCODER, set(graph.nodes), EncoderConfig(hidden_size=hidden_size))

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mstar.engine.array import Array, from_numpy
-from mstar.engine.request import ContextItem
 from mstar.engine.resources.kv.keys import chain, fingerprint, page_items
 from mstar.engine.resources.spans import Span, pairs
 
@@ -109,19 +108,6 @@ def _plain(value: object, where: str) -> object:
 def array_of(content: npt.NDArray[Any]) -> Array:
     """Return an encoder's input as it crosses processes."""
     return from_numpy(content)
-
-
-def context_root(root: bytes | None, context: Sequence[ContextItem]) -> bytes | None:
-    """Return the key of the empty prefix of a stream that attends to items from outside.
-
-    Args:
-        root: The request's; ``None`` keeps it out of reuse.
-        context: The items, in order.
-    """
-    if root is None or not context:
-        return root
-    named = (part for item in context for part in (item.kind, item.digest, item.length))
-    return fingerprint("mstar-context-root-v1", root, *named)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,21 @@ import hashlib
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from mstar.engine.array import Array
-from mstar.engine.resources.spans import Span, check_spans
+from mstar.engine.resources.spans import Grid, Span, check_spans
 from mstar.preprocess.items import (
     Layout,
     PromptItem,
     array_of,
     item_digest,
     lay_out,
+    named,
     prompt_keys,
 )
 from tests.oracles import keys as oracle
@@ -103,6 +105,50 @@ def test_any_one_field_that_differs_makes_another_name(one: Described, data: st.
     changed = one._replace(**{name: getattr(other, name)})
     assert (changed.digest() == one.digest()) == (changed == one)
     assert len(one.digest()) == 32
+
+
+GRIDS = st.none() | st.builds(
+    Grid,
+    st.lists(st.integers(0, 2), min_size=1, max_size=2).map(tuple),
+    st.integers(1, 2),
+    st.integers(1, 2),
+)
+ITEM_SPANS = st.builds(
+    Span,
+    st.integers(1, 2),
+    st.none(),
+    st.none() | st.integers(0, 1),
+    st.booleans(),
+    st.sampled_from(["image", "video"]),
+    GRIDS,
+)
+
+
+@given(ITEM_SPANS, ITEM_SPANS)
+@settings(max_examples=300)
+def test_name_of_an_items_span_commits_to_all_its_fields(one: Span, other: Span) -> None:
+    """Two layouts of the same pixels share a key only if positions agree too."""
+    content = np.zeros(3)
+    spans = [named(span, content, processor=b"p", parameters={"a": 1}) for span in (one, other)]
+    assert (spans[0].digest == spans[1].digest) == (one == other)
+    assert [msgspec.structs.replace(span, digest=None) for span in spans] == [one, other]
+    keys = [prompt_keys([0] * span.length, [span], 2, ROOT) for span in spans]
+    assert (keys[0] == keys[1]) == (one == other)
+
+
+def test_name_of_a_span_without_a_grid_is_the_items_digest() -> None:
+    span = Span(7, None, 3, True, "picture")
+    content = np.arange(4)
+    found = named(span, content, processor=b"v1", parameters={"b": 2})
+    assert found.digest == item_digest(
+        content,
+        kind="picture",
+        processor=b"v1",
+        parameters={"b": 2},
+        length=7,
+        advance=3,
+        is_whole=True,
+    )
 
 
 def digest_of(content: NDArray[Any]) -> bytes:

@@ -3,10 +3,42 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from mstar.errors import RequestError
 
 DIGEST_BYTES = 32
+
+
+class Grid(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Places of an item's slots on three axes: time, row, column; slots come in this order.
+
+    They count from the item's first slot, whose position is that of the stream.
+    """
+
+    times: tuple[int, ...]
+    """Time of each frame, one frame an entry; a picture is the one frame ``(0,)``."""
+    rows: int
+    """Slots of a frame from top to bottom."""
+    columns: int
+    """Slots of a frame from left to right."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all frames."""
+        return len(self.times) * self.rows * self.columns
+
+    @property
+    def advance(self) -> int:
+        """How far it moves the position counter: behind the farthest place on any axis."""
+        return max(*self.times, self.rows - 1, self.columns - 1) + 1
+
+    def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return ``[3, stop - start]``: time, row and column of slots ``start`` to ``stop``."""
+        frame, place = np.divmod(np.arange(start, stop), self.rows * self.columns)
+        row, column = np.divmod(place, self.columns)
+        return np.stack((np.array(self.times, np.int64)[frame], row, column))
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -21,11 +53,15 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes | None = None
     """Content name of an item (image, audio clip, latent); ``None``: token ids."""
     advance: int | None = None
-    """How far the whole span moves the position counter; ``None``: by the scheme's rule."""
+    """How far the whole span moves the position counter; ``None``: by its grid's or the scheme's
+    rule."""
     is_whole: bool = False
     """Attention inside it goes in both directions: its slots are computed in one step."""
     kind: str = ""
     """Modality of an item; names what encodes it."""
+    grid: Grid | None = None
+    """Where its slots are on the axes of positions of several axes; ``None``: as the scheme says,
+    the same on all axes."""
 
 
 def pairs(spans: Sequence[Span]) -> list[tuple[int, bytes | None]]:
@@ -51,8 +87,8 @@ def check_spans(spans: Sequence[Span], num_slots: int, num_inputs: int) -> None:
         num_inputs: Items that have something to encode.
 
     Raises:
-        RequestError: If spans do not cover the prompt, a length or advance is wrong, a digest is
-            shorter than SHA-256 makes it, or inputs are missing.
+        RequestError: If spans do not cover the prompt, a length, grid or advance is wrong, a
+            digest is shorter than SHA-256 makes it, or inputs are missing.
     """
     for index, span in enumerate(spans):
         where = f"span {index} of the layout"
@@ -68,6 +104,8 @@ def check_spans(spans: Sequence[Span], num_slots: int, num_inputs: int) -> None:
             )
         elif span.advance is not None and span.advance < 0:
             raise RequestError(f"{where} moves positions by {span.advance}", param="prompt")
+        elif span.grid is not None:
+            _check_grid(span.grid, span.length, where)
     if sum(span.length for span in spans) != num_slots:
         raise RequestError(
             f"the layout has {sum(span.length for span in spans)} slots, the prompt {num_slots}",
@@ -77,4 +115,19 @@ def check_spans(spans: Sequence[Span], num_slots: int, num_inputs: int) -> None:
     if num_items != num_inputs:
         raise RequestError(
             f"the layout has {num_items} items and {num_inputs} inputs", param="prompt"
+        )
+
+
+def _check_grid(grid: Grid, length: int, where: str) -> None:
+    if min(grid.rows, grid.columns, len(grid.times)) < 1 or min(grid.times) < 0:
+        raise RequestError(
+            f"{where} has a grid of {grid.rows} rows, {grid.columns} columns and the times "
+            f"{list(grid.times)}; at least one of each, and no time below 0",
+            param="prompt",
+        )
+    if grid.num_slots != length:
+        raise RequestError(
+            f"{where} has {length} slots and a grid of {len(grid.times)} frames of {grid.rows} "
+            f"rows and {grid.columns} columns, which are {grid.num_slots}",
+            param="prompt",
         )

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from mstar.engine.resources.spans import DIGEST_BYTES, Span, check_spans, is_item_slot, pairs
+from mstar.engine.resources.spans import DIGEST_BYTES, Grid, Span, check_spans, is_item_slot, pairs
 from mstar.errors import RequestError
 
 DIGEST = b"x" * DIGEST_BYTES
@@ -17,6 +17,14 @@ SPANS = st.lists(
         st.none() | st.integers(0, 5),
         st.booleans(),
         st.sampled_from(["picture", "sound"]),
+    )
+    | st.builds(
+        lambda times, rows, columns: Span(
+            len(times) * rows * columns, DIGEST, kind="video", grid=Grid(times, rows, columns)
+        ),
+        st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
+        st.integers(1, 3),
+        st.integers(1, 3),
     ),
     max_size=6,
 )
@@ -56,6 +64,24 @@ def test_layout_that_covers_more_or_less_is_refused_with_both_numbers(
         (Span(2, None, 3), "is token ids and has an item's fields"),
         (Span(2, None, None, True), "is token ids and has an item's fields"),
         (Span(2, None, None, False, "picture"), "is token ids and has an item's fields"),
+        (Span(2, grid=Grid((0,), 1, 2)), "is token ids and has an item's fields"),
+        (
+            Span(6, DIGEST, grid=Grid((0, 1), 2, 2)),
+            "has 6 slots and a grid of 2 frames of 2 rows and 2 columns, which are 8",
+        ),
+        (
+            Span(2, DIGEST, grid=Grid((0,), -1, -2)),
+            r"has a grid of -1 rows, -2 columns and the times \[0\]; at least one of each, and no "
+            "time below 0",
+        ),
+        (
+            Span(2, DIGEST, grid=Grid((), 1, 2)),
+            r"has a grid of 1 rows, 2 columns and the times \[\]; .*",
+        ),
+        (
+            Span(4, DIGEST, grid=Grid((0, -1), 1, 2)),
+            r"has a grid of 1 rows, 2 columns and the times \[0, -1\]; .*",
+        ),
         (Span(2, b""), "has a digest of 0 bytes; it must have 32"),
         (Span(2, DIGEST[:-1]), "has a digest of 31 bytes; it must have 32"),
         (Span(2, DIGEST + b"x"), "has a digest of 33 bytes; it must have 32"),

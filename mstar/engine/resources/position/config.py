@@ -100,7 +100,8 @@ class PositionConfig:
 
     Raises:
         ConfigError: If a field is out of its range, if some but not all llama-3.1 fields are set,
-            or if ``freq_factors`` does not have one entry a pair; names the fields.
+            if ``freq_factors`` does not have one entry a pair, or if ``axis_sections`` does not
+            share the pairs out among the axes; names the fields.
     """
 
     kv_cache: str
@@ -136,7 +137,16 @@ class PositionConfig:
     attention_scaling: float = 1.0
     """Factor on cosine and sine, as yarn and longrope have it."""
     layer_rope: tuple[RopeParams | None, ...] | None = None
-    """One a layer, a ``None`` in it rotates nothing; ``None``: all as this config says."""
+    """One a layer, a ``None`` in it rotates nothing; ``None``: all as this config says.
+
+    With ``None`` for every layer a plan has its ids only, for a model with learned positions.
+    """
+    axes: int = 1
+    """Numbers that a position consists of; those of a token id are all the same."""
+    axis_sections: tuple[int, ...] | None = None
+    """Pairs that each of several axes turns: the first ones the first axis, and so on."""
+    interleave_axes: bool = False
+    """Pairs belong to the axes in turn while these have some left, and then to the first axis."""
 
     def __post_init__(self) -> None:
         for name in ("rotary_dim", "head_dim"):
@@ -154,6 +164,7 @@ class PositionConfig:
         if self.rope_dtype is not None and not self.rope_dtype.is_floating_point:
             raise ConfigError(f"rope_dtype is {self.rope_dtype}; it must be a floating dtype")
         _check_frequencies(self)
+        self._check_axes()
         if self.rotated_dim is not None:
             for params in self.distinct():
                 factors = params.freq_factors
@@ -162,6 +173,36 @@ class PositionConfig:
                         f"freq_factors has {len(factors)} entries; one for each of the "
                         f"{self.rotated_dim // 2} pairs of rotary_dim {self.rotated_dim} is needed"
                     )
+
+    def _check_axes(self) -> None:
+        sections, width = self.axis_sections, self.rotated_dim
+        if self.axes < 1:
+            raise ConfigError(f"axes is {self.axes}; it must be at least 1")
+        if sections is None:
+            if self.axes > 1 and width is not None and self.distinct():
+                raise ConfigError(f"axes is {self.axes}; axis_sections must name their pairs")
+            return
+        if self.axes == 1 or len(sections) != self.axes or min(sections) < 0:
+            raise ConfigError(
+                f"axis_sections is {sections} and axes {self.axes}; of several axes each has a "
+                "number of pairs"
+            )
+        if width is not None and sum(sections) != width // 2:
+            raise ConfigError(
+                f"axis_sections {sections} are {sum(sections)} pairs; rotary_dim {width} has "
+                f"{width // 2}"
+            )
+        if any(self.pair_axes.count(axis) != size for axis, size in enumerate(sections)):
+            raise ConfigError(f"axis_sections {sections} cannot be interleaved")
+
+    @property
+    def pair_axes(self) -> tuple[int, ...]:
+        """The axis that turns each pair; empty where ``axis_sections`` is not set."""
+        sections = self.axis_sections or ()
+        if not self.interleave_axes:
+            return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+        turns = (divmod(pair, self.axes) for pair in range(sum(sections)))
+        return tuple(axis if turn < sections[axis] else 0 for turn, axis in turns)
 
     @property
     def llama31_params(self) -> dict[str, float]:
@@ -214,8 +255,9 @@ class PositionStep(ResourceStep):
     pos_ids: dict[str, Tensor] | Tensor | None = None
     """Ids in place of the scheme's, by label, or one tensor where one label is planned.
 
-    Each is an integer tensor with one id for each new slot of its label, in the step's order; on
-    the CPU, else planning waits for the device. Counters move as without it.
+    Each is an integer tensor with one id for each new slot of its label, in the step's order,
+    ``[num_slots]``, or ``[axes, num_slots]`` where there are several axes; on the CPU, else
+    planning waits for the device. Counters move as without it.
     """
     advance: tuple[int, ...] | None = None
     """How far each segment's counter moves, in the step's order, in place of the scheme's rule."""

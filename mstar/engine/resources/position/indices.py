@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mstar.engine.resources.position.config import PositionConfig, PositionStep, PosScheme
 from mstar.engine.resources.step import Segment
-from mstar.errors import ConfigError, UnsupportedError
+from mstar.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,14 +123,13 @@ def replace_ids(ids: Ints, runs: Runs, step: PositionStep) -> Ints:
     """Return ``ids`` with those that the step gives itself put in.
 
     Args:
-        ids: ``[T]``, what the scheme says.
+        ids: ``[T]`` or ``[axes, T]``, what the scheme says.
         runs: The step's segments.
         step: Its ``pos_ids`` is not ``None``.
 
     Raises:
         ConfigError: If ``pos_ids`` names a label that the step lacks, is one tensor for several
-            labels, is not made of integers, or is too short or too long.
-        UnsupportedError: If an id has several axes.
+            labels, is not made of integers, is too short or too long, or has other axes.
     """
     given = step.pos_ids
     labels = list(dict.fromkeys(segment.label for segment in runs.segments))
@@ -147,21 +146,23 @@ def replace_ids(ids: Ints, runs: Runs, step: PositionStep) -> Ints:
         if label not in labels:
             raise ConfigError(f"pos_ids names the label {label!r}; the step has {labels}")
         own = np.repeat([segment.label == label for segment in runs.segments], spans)
-        values = _as_ids(tensor, label)
-        if len(values) != int(own.sum()):
+        values = _as_ids(tensor, label, ids.shape[:-1])
+        if values.shape[-1] != int(own.sum()):
             raise ConfigError(
-                f"pos_ids of label {label!r} has {len(values)} ids; "
+                f"pos_ids of label {label!r} has {values.shape[-1]} ids; "
                 f"its segments have {int(own.sum())} new slots"
             )
-        out[own] = values
+        out[..., own] = values
     return out
 
 
-def _as_ids(tensor: Tensor, label: str) -> Ints:
-    if tensor.dim() != 1:
-        raise UnsupportedError(
-            f"pos_ids of label {label!r} has the shape {list(tensor.shape)}; "
-            "ids of one axis, one a slot, are supported"
+def _as_ids(tensor: Tensor, label: str, axes: tuple[int, ...]) -> Ints:
+    """Return ids as an array; ``axes`` is what its shape is to have before the slots."""
+    if tensor.dim() != len(axes) + 1 or tensor.shape[:-1] != axes:
+        wanted = ", ".join([*map(str, axes), "num_slots"])
+        raise ConfigError(
+            f"pos_ids of label {label!r} has the shape {list(tensor.shape)}; positions of "
+            f"{axes[0] if axes else 1} axes need [{wanted}]"
         )
     if tensor.is_floating_point() or tensor.is_complex():
         raise ConfigError(f"pos_ids of label {label!r} is {tensor.dtype}; ids are integers")

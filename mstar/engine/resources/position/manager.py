@@ -16,7 +16,7 @@ from mstar.engine.resources.position.config import (
     PosScheme,
     RopeParams,
 )
-from mstar.engine.resources.position.counters import SpanCounters
+from mstar.engine.resources.position.counters import GRID_AXES, SpanCounters
 from mstar.engine.resources.position.indices import Ints, Runs, make_runs, replace_ids
 from mstar.engine.resources.position.rope import CosSinTable, Rotation
 from mstar.engine.resources.spans import Span, is_item_slot
@@ -31,7 +31,8 @@ class PositionPlan:
     """The positions of one step's ``T`` new slots, in the step's order.
 
     Args:
-        ids: int64 ``[T]`` on the deployment's device.
+        ids: int64 ``[T]``, or ``[axes, T]`` where there are several axes, on the deployment's
+            device.
         rotations: Each distinct parameter set's angles.
         layers: The rotation of each layer by its place in ``rotations``; ``None``: all the first.
     """
@@ -126,6 +127,10 @@ class PositionManager(Resource):
         """Memory of ids and angles for each size of recorded steps."""
         distinct = config.distinct()
         self._layers = self._layers_of(config, distinct)
+        self._columns: Tensor | None = None
+        """The axis of each column of a table; ``None``: positions have one axis."""
+        if config.axes > 1:
+            self._columns = torch.tensor(config.pair_axes * 2, device=self._device)
         self._tables: tuple[CosSinTable, ...] = ()
         if config.rotated_dim is not None:
             is_double = config.rope_dtype == torch.float64
@@ -157,6 +162,21 @@ class PositionManager(Resource):
         return cls(spec.resource_key, spec.config, deployment)
 
     # A request's life.
+
+    def ever_fits(self, opening: Opening) -> Refusal | None:
+        """Refuse a layout that needs other axes, or that ends beyond what positions there are."""
+        if not opening.spans:
+            return None
+        axes = self.config.axes
+        if axes != GRID_AXES and any(span.grid is not None for span in opening.spans):
+            reason = f"the layout has a grid of {GRID_AXES} axes; positions have {axes}"
+            return Refusal(self.resource_key, reason, is_permanent=True)
+        layout = SpanCounters(opening.spans, self.config)
+        end = layout.at(layout.num_slots)
+        if end <= self._limit:
+            return None
+        reason = f"the layout ends at position {end}; positions are below {self._limit}"
+        return Refusal(self.resource_key, reason, is_permanent=True)
 
     def match(self, opening: Opening, limit: int) -> int:
         """Allow no reuse where nothing says what blocks a stream is made of."""
@@ -265,17 +285,16 @@ class PositionManager(Resource):
         """Return the step's ids and angles; the same again until a commit.
 
         Raises:
-            ConfigError: If ``pos_ids`` or ``advance`` does not fit the segments.
+            ConfigError: If ``pos_ids`` or ``advance`` does not fit the segments or the axes.
             ContextLengthError: If an id is not below the limit; names the request.
             RequestError: If an id is negative, or a counter would become so.
-            UnsupportedError: If ``pos_ids`` has several axes.
         """
         ids, end = self._ids(segments, step)
         on_device = torch.from_numpy(ids).to(self._device)
         angles = []
         for table in self._tables:
             table.reserve(end)
-            angles.append(table.rows.index_select(0, on_device))
+            angles.append(self._gather(table, on_device))
         return self._plan_of(on_device, angles)
 
     def plan_fixed(
@@ -291,7 +310,7 @@ class PositionManager(Resource):
         Ahead only where the scheme alone decides the ids.
 
         Raises:
-            ConfigError, ContextLengthError, RequestError, UnsupportedError: As ``plan`` does.
+            ConfigError, ContextLengthError, RequestError: As ``plan`` does.
         """
         if ahead:
             runs = self._runs_of(segments)
@@ -299,7 +318,8 @@ class PositionManager(Resource):
                 return None
             if runs.twins or (self._layouts and self._laid_out(runs)):
                 return None
-            own = runs.ids(runs.starts(self._counters, runs.moves) + ahead * runs.moves)
+            starts = runs.starts(self._counters, runs.moves) + ahead * runs.moves
+            own = self._spread(runs.ids(starts))
             end = int(own.max(initial=0)) + 1
             if end > self._limit:
                 return None
@@ -307,16 +327,25 @@ class PositionManager(Resource):
             own, end = self._ids(segments, step)
         ids, angles = self._fixed.get(size, (None, []))
         if ids is None:
-            ids = Mirror(size, torch.int64, self._device)
+            ids = Mirror(size * self.config.axes, torch.int64, self._device)
             angles = [table.rows.new_zeros(size, table.rows.shape[1]) for table in self._tables]
             self._fixed[size] = (ids, angles)
-        ids.array[: len(own)] = own
-        ids.array[len(own) :] = 0
+        shape = (*own.shape[:-1], size)
+        filled = ids.array.reshape(shape)
+        filled[..., : own.shape[-1]] = own
+        filled[..., own.shape[-1] :] = 0
         ids.send()
+        on_device = ids.tensor.view(shape)
         for table, rows in zip(self._tables, angles, strict=True):
             table.reserve(end)
-            torch.index_select(table.rows, 0, ids.tensor, out=rows)
-        return self._plan_of(ids.tensor, angles)
+            self._gather(table, on_device, rows)
+        return self._plan_of(on_device, angles)
+
+    def _gather(self, table: CosSinTable, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return ``[T, rotary_dim]``: each column of a table at the ids of its axis."""
+        if self._columns is None:
+            return torch.index_select(table.rows, 0, ids, out=out)
+        return torch.gather(table.rows, 0, ids[self._columns].T, out=out)
 
     def _plan_of(self, ids: Tensor, angles: list[Tensor]) -> PositionPlan:
         interleave, dtype = self.config.interleave, self.config.rope_dtype
@@ -332,16 +361,20 @@ class PositionManager(Resource):
         starts = runs.starts(self._counters, moves)
         if advance is not None:
             self._check_moves(runs, starts, moves)
-        ids = runs.ids(starts)
+        ids = self._spread(runs.ids(starts))
         for index, layout, start in laid_out:
             own = slice(runs.offset(index), runs.offset(index + 1))
             stop = start + segments[index].span
-            ids[own] = starts[index] + layout.ids(start, stop) - layout.at(start)
+            ids[..., own] = starts[index] + layout.ids(start, stop) - layout.at(start)
         if isinstance(step, PositionStep) and step.pos_ids is not None:
             given = replace_ids(ids, runs, step)
             self._cut_named(runs, ids, given)
             ids = given
         return ids, self._check_ids(ids, runs)
+
+    def _spread(self, ids: Ints) -> Ints:
+        """Return ids that are the same on all axes."""
+        return ids if self.config.axes == 1 else np.tile(ids, (self.config.axes, 1))
 
     def _laid_out(self, runs: Runs) -> list[tuple[int, SpanCounters, int]]:
         """Return segments whose positions their stream's layout decides: index, it, first slot."""
@@ -394,10 +427,12 @@ class PositionManager(Resource):
         """
         self._part()
         slots = self._slots(runs)
+        # An id differs if it does on any axis.
+        differs = np.logical_or.reduce(np.atleast_2d(ids != given))
         for index in range(len(runs.segments)):
             own = slice(runs.offset(index), runs.offset(index + 1))
             opening = self._openings[int(runs.rows[index])]
-            for at in (ids[own] != given[own]).nonzero()[0].tolist():
+            for at in differs[own].nonzero()[0].tolist():
                 slot = int(slots[index]) + at
                 if not is_item_slot(opening.spans, slot):
                     opening.naming.cut(slot)
@@ -441,19 +476,21 @@ class PositionManager(Resource):
 
     def _check_ids(self, ids: Ints, runs: Runs) -> int:
         """Return one more than the largest id; no table is read beyond what this allows."""
-        if not len(ids):
+        if not ids.size:
             return 0
         # Read without sign, an id below 0 is one far beyond the limit.
         largest = int(ids.view(np.uint64).max())
         if largest < self._limit:
             return largest + 1
-        bad = int(np.nonzero((ids < 0) | (ids >= self._limit))[0][0])
+        flat = ids.ravel()
+        at = int(np.nonzero((flat < 0) | (flat >= self._limit))[0][0])
+        value, bad = int(flat[at]), at % ids.shape[-1]
         segment = runs.segments[bad if runs.owners is None else int(runs.owners[bad])]
         where = f"request {segment.request_id!r}, label {segment.label!r}"
-        if ids[bad] < 0:
-            raise RequestError(f"position {ids[bad]} of {where} is negative; positions begin at 0")
+        if value < 0:
+            raise RequestError(f"position {value} of {where} is negative; positions begin at 0")
         raise ContextLengthError(
-            f"position {ids[bad]} of {where} is not below {self._limit}; "
+            f"position {value} of {where} is not below {self._limit}; "
             "shorten the request or raise max_position"
         )
 

@@ -22,7 +22,7 @@ from mstar.engine.resources.position.config import (
 from mstar.engine.resources.position.manager import PositionManager
 from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import ResourceStep, Segment
-from mstar.errors import ConfigError, ContextLengthError, RequestError, UnsupportedError
+from mstar.errors import ConfigError, ContextLengthError, RequestError
 
 TESTS = Path(__file__).parents[3]
 _spec = importlib.util.spec_from_file_location("oracle_rope", TESTS / "oracles" / "rope.py")
@@ -323,7 +323,11 @@ def test_what_a_step_says_otherwise_than_the_layout_is_out_of_reuse() -> None:
         (torch.tensor([0, -1, 2]), RequestError, r"-1 .*'a'.* negative"),
         (torch.tensor([0, 1]), ConfigError, "2 ids; its segments have 3"),
         (torch.tensor([0.0, 1.0, 2.0]), ConfigError, "float32; ids are integers"),
-        (torch.zeros(3, 3, dtype=torch.int64), UnsupportedError, r"shape \[3, 3\]"),
+        (
+            torch.zeros(3, 3, dtype=torch.int64),
+            ConfigError,
+            r"shape \[3, 3\].* 1 axes need \[num_slots\]",
+        ),
         ({"text": torch.tensor([0])}, ConfigError, r"'text'.*\['main'\]"),
     ],
 )
@@ -367,6 +371,22 @@ def test_max_position_bounds_ids_in_place_of_the_deployment() -> None:
         made.plan(segments(("a", "main", 1)), PositionStep(), {})
     with pytest.raises(ConfigError, match="have no bound"):
         PositionManager("position", PositionConfig("kv"), Deployment(max_model_len=0))
+
+
+def test_positions_without_rotation_are_ids_only_and_bounded_by_what_was_learned() -> None:
+    """As a model has it that adds a learned row for each position."""
+    made = opened(("a", "main"), num_reused=5, layer_rope=(None, None), max_position=8)
+    plan = made.plan(segments(("a", "main", 3)), PositionStep(), {})
+    learned = torch.arange(16.0).view(8, 2)
+    assert learned[plan.ids].tolist() == [[10, 11], [12, 13], [14, 15]]
+    q = torch.ones(3, 1, 4)
+    assert [plan.rotation(layer) for layer in (0, 1)] == [None, None]
+    assert plan.rotate_merged(q, 1) is q
+    fixed = made.plan_fixed(4, segments(("a", "main", 1)), PositionStep(), {})
+    assert fixed is not None
+    assert fixed.ids.tolist() == [5, 0, 0, 0]
+    with pytest.raises(ContextLengthError, match=r"position 8 of request 'a'.* not below 8"):
+        made.plan(segments(("a", "main", 4)), PositionStep(), {})
 
 
 def test_rotating_a_head_of_unknown_width_is_refused() -> None:

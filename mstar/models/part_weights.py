@@ -1,0 +1,79 @@
+"""Weights of one part of a composite checkpoint, taken one by one and none forgotten."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mstar.errors import WeightsError
+from mstar.models.checkpoint import Checkpoint
+from mstar.models.linear import Linear
+from mstar.models.parts import PartCheckpoint
+
+
+class PartWeights:
+    """Takes a part's tensors, and knows which nobody took.
+
+    Args:
+        part: Where they are, under the part's own names.
+        dtype: What they are to be in.
+        device: Where they are to lie.
+    """
+
+    def __init__(self, part: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._part = part
+        self._dtype = dtype
+        self._device = device
+        self._left = set(part.names())
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of this shape.
+
+        Raises:
+            WeightsError: If it is missing, broken or of another shape.
+        """
+        self._left.discard(name)
+        return self._part.tensor(name, shape).to(self._device, self._dtype)
+
+    def linear(self, names: Sequence[str], out_features: int, in_features: int) -> Linear:
+        """Return projections of one input as a single one, biases included.
+
+        Args:
+            names: What stands before ``.weight`` and ``.bias``, in the order of the output.
+            out_features: Of each.
+            in_features: Of all.
+        """
+        weights = [self.take(f"{name}.weight", out_features, in_features) for name in names]
+        biases = [self.take(f"{name}.bias", out_features) for name in names]
+        return Linear(torch.cat(weights), torch.cat(biases))
+
+    def finish(self, ignored: str = "") -> None:
+        """Refuse a part with tensors that nobody took: they would change the answer.
+
+        Args:
+            ignored: Regular expression of names that change nothing.
+
+        Raises:
+            WeightsError: If there is one.
+        """
+        left = sorted(name for name in self._left if not re.fullmatch(ignored, name))
+        if left:
+            raise WeightsError(
+                f"{self._part.path}: {len(left)} tensors have no place in the model, among them "
+                f"{left[0]!r}"
+            )
+
+
+def check_parts(whole: Checkpoint, parts: Sequence[PartCheckpoint]) -> None:
+    """Refuse a checkpoint with tensors that belong to none of its parts.
+
+    Raises:
+        WeightsError: If there is one.
+    """
+    strange = [n for n in whole.names() if not any(part.owns(n) for part in parts)]
+    if strange:
+        raise WeightsError(
+            f"{whole.path}: {len(strange)} tensors belong to no part of the model, among them "
+            f"{min(strange)!r}"
+        )
