@@ -112,9 +112,11 @@ class Stream:
         return contents(self.root, self.slots)
 
 
-def read(manager: KVManager, request_id: str) -> tuple[torch.Tensor, list[int]]:
+def read(
+    manager: KVManager, request_id: str, label: str = "main"
+) -> tuple[torch.Tensor, list[int]]:
     """Return what a stream's stored slots hold in the last layer's values, and its pages."""
-    plan = manager.plan((Segment(request_id, "main", 0),), STEP, {})
+    plan = manager.plan((Segment(request_id, label, 0),), STEP, {})
     length = int(plan.kv_lens[0])
     slots = np.arange(length)
     pages = plan.page_table[0][slots // PAGE_SIZE]
