@@ -1,4 +1,4 @@
-"""Decoder-only transformers: Llama, SmolLM2, Mistral, Qwen2, Qwen3 and Gemma 3 (text)."""
+"""Decoder-only transformers: Llama, Mistral, Qwen and Gemma 3 (text), and what is akin to them."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ from mstar.engine.resources.step import NodeStep
 from mstar.errors import WeightsError
 from mstar.models.base import Description, TextModel, text_graph
 from mstar.models.checkpoint import Checkpoint
-from mstar.models.decoder_config import DecoderConfig, decoder_config
+from mstar.models.decoder_config import DecoderConfig, Read, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
 from mstar.models.linear import Linear
 
@@ -228,7 +228,7 @@ class DecoderModel(TextModel):
         described = _describe(config, stop_token_ids, rope_interleaved, weights_key)
         self.name = name
         self.config = config
-        self.graph = text_graph(_NODE)
+        self.graph = described.graph
         self.nodes = {_NODE: node}
         self.vocab_size = described.vocab_size
         self.max_model_len = described.max_model_len
@@ -237,15 +237,19 @@ class DecoderModel(TextModel):
         self.specs = described.specs
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def describe(checkpoint: Checkpoint, *, read: Read | None = None) -> Description:
     """Return what the model of a checkpoint says of itself; reads no weights but to name them.
+
+    Args:
+        checkpoint: The model's.
+        read: What a family has of its own that ``decoder_config`` does not know by itself.
 
     Raises:
         WeightsError: If the config misses a field.
         UnsupportedError: If the config asks for something that is not built.
     """
     return _describe(
-        _config_of(checkpoint),
+        _config_of(checkpoint, read),
         frozenset(checkpoint.eos_token_ids),
         checkpoint.rope_interleaved,
         checkpoint.fingerprint(),
@@ -263,17 +267,18 @@ def _describe(
         constants = {"weights": weights_key.hex(), "model": repr(config), "code": "decoder-v1"}
     return Description(
         root_constants=constants,
+        graph=text_graph(_NODE),
         specs=_specs(config, stop_token_ids, rope_interleaved),
         vocab_size=config.vocab_size,
         max_model_len=config.max_position,
     )
 
 
-def _config_of(checkpoint: Checkpoint) -> DecoderConfig:
-    config = decoder_config(checkpoint.config, checkpoint.architecture)
+def _config_of(checkpoint: Checkpoint, read: Read | None) -> DecoderConfig:
+    config = decoder_config(checkpoint.config, checkpoint.architecture, read)
     if checkpoint.freq_factors is not None:
         factors = tuple(checkpoint.freq_factors.tolist())
-        rope = tuple(replace(params, freq_factors=factors) for params in config.rope)
+        rope = tuple(own and replace(own, freq_factors=factors) for own in config.rope)
         config = replace(config, rope=rope)
     return config
 
@@ -332,14 +337,24 @@ def load(
     device: torch.device,
     progress: Progress | None = None,
     node_class: type[DecoderNode] = DecoderNode,
+    read: Read | None = None,
 ) -> DecoderModel:
     """Return the model of a checkpoint, its weights on ``device`` in ``dtype``.
+
+    Args:
+        checkpoint: The model's.
+        name: What it is called.
+        dtype: Of the weights.
+        device: Where they are to lie.
+        progress: Told of every layer.
+        node_class: What computes.
+        read: What a family has of its own that ``decoder_config`` does not know by itself.
 
     Raises:
         WeightsError: If a tensor is missing, of a wrong shape, or one that nothing uses.
         UnsupportedError: If the config asks for something that is not built.
     """
-    config = _config_of(checkpoint)
+    config = _config_of(checkpoint, read)
     weights = _Weights(checkpoint, config, dtype, device)
     embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = []

@@ -1,6 +1,7 @@
 """The backends that run on a CUDA device give what the formula gives, recorded or not."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
-from mstar.engine.resources.attention.flashinfer import Backend
+from mstar.engine.resources.attention.flashinfer import Backend, FlashInferPlan
 from mstar.engine.resources.attention.manager import pick_backend
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
 from mstar.errors import UnsupportedError
@@ -145,3 +146,32 @@ def test_flashinfer_says_what_it_cannot_do_on_a_cpu() -> None:
     assert "cpu" in reasons[0]
     assert "float32" in reasons[1]
     assert "64, 128, 256" in reasons[2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_segments_that_flashinfer_has_no_kernel_for_are_left_to_torch(seed: int) -> None:
+    """Those that are not causal, where a window cuts what is before them."""
+    step = Step(shuffled(seed), (6, 2, 32, 4), torch.float32, seed=seed)
+    is_causal = (True, False, False) * 3
+
+    class Library:
+        """What is left to the library."""
+
+        config = step.config
+        kinds: list[str] = []  # noqa: RUF012
+
+        def plan_group(self, group: Any, rules: LayerAttention) -> None:
+            self.kinds.append(group.kind)
+
+    library = Library()
+    plan = FlashInferPlan(cast("Backend", library), step.plan, is_causal)
+    for layer, rules in enumerate(RULES):
+        library.kinds.clear()
+        kernels = [(group, plan._plan_group(group, rules)) for group in plan._groups]
+        assert ("full" in library.kinds) == (rules.window is None)
+        expected = step.expected(layer, is_causal)
+        for group, kernel in kernels:
+            if kernel is not None:
+                out = kernel.run(layer, step.query[group.rows]).double()
+                error = (out - expected[group.rows]).abs().max().item()
+                assert error < ATTENTION[torch.float32]

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCAB = 101
@@ -92,6 +93,10 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": _made(Qwen3Config, head_dim=32, tie_word_embeddings=True),
     "qwen3-biases": _made(Qwen3Config, head_dim=16, attention_bias=True),
+    "smollm3": _made(SmolLM3Config, num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+    "smollm3-window": _made(
+        SmolLM3Config, num_hidden_layers=4, use_sliding_window=True, sliding_window=6
+    ),
     "gemma3": _gemma(),
     "gemma3-scaled": _gemma(
         rope_parameters={

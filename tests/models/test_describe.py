@@ -30,6 +30,7 @@ def _check(name: str, dtype: str = "auto") -> None:
     described, said_dtype = describe_model(name, dtype=dtype)
     assert said_dtype == loaded_dtype
     assert described.root_constants == model.root_constants is not None
+    assert described.graph == model.graph
     assert list(described.specs) == list(model.specs)
     assert (described.vocab_size, described.max_model_len) == (
         model.vocab_size,

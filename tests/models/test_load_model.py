@@ -307,11 +307,11 @@ def test_prompt_beyond_the_models_context_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
     [
-        ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
         ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
         ("Qwen3MoeForCausalLM", "Qwen3ForCausalLM"),
         ("MixtralForCausalLM", "MistralForCausalLM"),
-        ("Whisper", "MistralForCausalLM"),
+        ("Mixtral", "MistralForCausalLM"),
     ],
 )
 def test_unknown_architecture_names_the_nearest(

@@ -29,7 +29,9 @@ def attend(
         own = kv_len - num_new + j
         seen = list(range(kv_len))
         if is_causal:
-            seen = [slot for slot in seen if slot <= own and (not window or slot > own - window)]
+            seen = [slot for slot in seen if slot <= own]
+        if window:
+            seen = [slot for slot in seen if slot > own - window]
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             scores = scale * query[j, heads] @ keys[seen, kv_head].T

@@ -24,7 +24,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 
 typedef struct {
-    const int32_t *qo_lens, *qo_starts, *kv_lens, *segments, *is_causal, *page_table;
+    const int32_t *qo_lens, *qo_starts, *kv_lens, *segments, *ahead, *page_table;
     int64_t max_pages, page_size, num_qo_heads, num_kv_heads, head_dim, window; /* window 0: none */
     float scale, soft_cap;                                                      /* soft_cap 0: none */
     const uint16_t *query, *keys, *values;
@@ -176,7 +176,8 @@ INLINE void soften(const Job *job, float *scores, uint32_t *weights, int64_t fro
 static void run_task(const Job *job, int64_t piece, int64_t head, char *scratch)
 {
     int64_t dim = job->head_dim, group = job->num_qo_heads / job->num_kv_heads, qo_len = job->qo_lens[piece];
-    int64_t rows = qo_len * group, padded = (rows + 7) / 8 * 8, kv_len = job->kv_lens[piece];
+    int64_t rows = qo_len * group, padded = (rows + 7) / 8 * 8, ahead = job->ahead[piece];
+    int64_t kv_len = job->kv_lens[piece] + (ahead > 0 ? ahead : 0), before = job->kv_lens[piece] - qo_len;
     const int32_t *pages = job->page_table + job->segments[piece] * job->max_pages;
     uint32_t *keys = (uint32_t *)scratch, *values = keys + dim / 2 * BLOCK;
     float *scores = (float *)(values + BLOCK / 2 * dim), *sums = scores + 8 * BLOCK;
@@ -192,19 +193,17 @@ static void run_task(const Job *job, int64_t piece, int64_t head, char *scratch)
     }
     memset(sums, 0, sizeof(float) * padded * dim);
     int64_t begin = 0;
-    if (job->is_causal[piece] && job->window && kv_len - qo_len + 1 > job->window)
-        begin = (kv_len - qo_len + 1 - job->window) / BLOCK * BLOCK;
+    if (job->window && before + 1 > job->window)
+        begin = (before + 1 - job->window) / BLOCK * BLOCK;
     for (int64_t first = begin; first < kv_len; first += BLOCK) {
         int64_t last = first + BLOCK < kv_len ? first + BLOCK : kv_len;
         pack(job, pages, head, first, last, keys, values);
         for (int64_t r = 0; r < padded; r += 8) {
             scores8(query + r, keys, dim / 2, scores);
             for (int64_t i = 0; i < 8; i++) {
-                int64_t token = (r + i < rows ? r + i : rows - 1) / group, from = 0, to = kv_len;
-                if (job->is_causal[piece]) {
-                    to = kv_len - qo_len + token + 1;
-                    from = job->window && to > job->window ? to - job->window : 0;
-                }
+                int64_t upto = before + (r + i < rows ? r + i : rows - 1) / group + 1;
+                int64_t from = job->window && upto > job->window ? upto - job->window : 0;
+                int64_t to = ahead < 0 ? upto : kv_len;
                 soften(job, scores + i * BLOCK, weights + i * (BLOCK / 2), from - first, to - first, max + r + i,
                        total + r + i, sums + (r + i) * dim);
             }
@@ -223,7 +222,7 @@ static void run_task(const Job *job, int64_t piece, int64_t head, char *scratch)
 #pragma GCC pop_options
 #endif
 
-/* attend(num_threads, num_pieces, max_rows, qo_lens, qo_starts, kv_lens, segments, is_causal, page_table, max_pages,
+/* attend(num_threads, num_pieces, max_rows, qo_lens, qo_starts, kv_lens, segments, ahead, page_table, max_pages,
  *        page_size, num_qo_heads, num_kv_heads, head_dim, window, query, keys, values, out, scale, soft_cap) */
 static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
@@ -238,7 +237,7 @@ static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t num_ar
         v[i] = PyLong_AsLongLong(args[i]);
     Job job = {
         .qo_lens = (int32_t *)v[3], .qo_starts = (int32_t *)v[4], .kv_lens = (int32_t *)v[5],
-        .segments = (int32_t *)v[6], .is_causal = (int32_t *)v[7], .page_table = (int32_t *)v[8],
+        .segments = (int32_t *)v[6], .ahead = (int32_t *)v[7], .page_table = (int32_t *)v[8],
         .max_pages = v[9], .page_size = v[10], .num_qo_heads = v[11], .num_kv_heads = v[12], .head_dim = v[13],
         .window = v[14], .query = (void *)v[15], .keys = (void *)v[16], .values = (void *)v[17], .out = (void *)v[18],
         .scale = (float)PyFloat_AsDouble(args[19]), .soft_cap = (float)PyFloat_AsDouble(args[20]),

@@ -33,9 +33,9 @@ typedef struct {
     const int32_t *first_chunk;  /* [num_pieces]: number of a piece's first chunk in its stream */
     const int32_t *qo_lens;      /* [num_pieces]: new tokens */
     const int32_t *qo_starts;    /* [num_pieces]: the first of them among all of the step */
-    const int32_t *kv_lens;      /* [num_pieces]: slots up to the piece's last token; all, where not causal */
+    const int32_t *kv_lens;      /* [num_pieces]: slots up to the piece's last token */
     const int32_t *segments;     /* [num_pieces]: row of the page table */
-    const int32_t *is_causal;    /* [num_pieces] */
+    const int32_t *ahead;        /* [num_pieces]: slots behind those, which all of it sees; -1: it is causal */
     const int32_t *page_table;   /* [*, max_pages] */
     int64_t num_pieces, max_pages, page_size, num_qo_heads, num_kv_heads, head_dim;
     int64_t window; /* 0: none */
@@ -46,13 +46,9 @@ typedef struct {
 /* Slots [first, last) that query `j` of piece `i` sees. */
 INLINE void visible(const Job *job, int64_t i, int64_t j, int64_t *first, int64_t *last)
 {
-    *first = 0;
-    *last = job->kv_lens[i];
-    if (job->is_causal[i]) {
-        *last -= job->qo_lens[i] - 1 - j;
-        if (job->window && *last > job->window)
-            *first = *last - job->window;
-    }
+    int64_t upto = job->kv_lens[i] - (job->qo_lens[i] - 1 - j); /* its own included */
+    *first = job->window && upto > job->window ? upto - job->window : 0;
+    *last = job->ahead[i] < 0 ? upto : job->kv_lens[i] + job->ahead[i];
 }
 
 #define LANES 8
@@ -118,7 +114,7 @@ static PyObject *attend(PyObject *self, PyObject *const *args, Py_ssize_t num_ar
         .qo_starts = (int32_t *)v[7],
         .kv_lens = (int32_t *)v[8],
         .segments = (int32_t *)v[9],
-        .is_causal = (int32_t *)v[10],
+        .ahead = (int32_t *)v[10],
         .page_table = (int32_t *)v[11],
         .num_pieces = v[12],
         .max_pages = v[13],

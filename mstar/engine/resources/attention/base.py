@@ -37,8 +37,9 @@ class AttentionBackend(ABC):
 
         slots     0 ─────────────── kv_len - qo_len ─── kv_len
                   │  stored before  │    the new ones    │
-        causal    a query sees the slots up to its own, with a window the last ``window`` of them
-        otherwise every query sees all ``kv_len`` slots; a window is for causal segments only
+        causal    a query sees the slots up to its own
+        otherwise every query sees all ``kv_len`` slots
+        window    of the slots up to its own, a query sees the last ``window`` only
 
     Scores are ``scale * q·k``, then soft-capped, then masked; their softmax weighs the values.
     Query heads share key heads in groups of ``num_qo_heads / num_kv_heads`` neighbours. A segment
@@ -77,14 +78,13 @@ class AttentionBackend(ABC):
         return None
 
 
-def first_slots(
-    kv_plan: KVPlan, is_causal: Sequence[bool], window: int | None
-) -> npt.NDArray[np.int64]:
+def first_slots(kv_plan: KVPlan, window: int | None) -> npt.NDArray[np.int64]:
     """Return per segment the first slot that any of its queries sees, int64 ``[B]``."""
     if window is None:
         return np.zeros(len(kv_plan.kv_lens), np.int64)
     own = kv_plan.kv_lens.astype(np.int64) - kv_plan.qo_lens
-    return np.where(is_causal, np.maximum(own + 1 - window, 0), 0)
+    first: npt.NDArray[np.int64] = np.maximum(own + 1 - window, 0)
+    return first
 
 
 def slots_of(

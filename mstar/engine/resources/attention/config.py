@@ -25,7 +25,8 @@ class LayerAttention:
     """
 
     window: int | None = None
-    """A query sees itself and the ``window - 1`` slots before it; ``None``: all before it."""
+    """A query sees itself and the ``window - 1`` slots before it; ``None``: all before it. What it
+    sees behind itself, in a segment that is not causal, no window bounds."""
     soft_cap: float | None = None
     """Scores become ``soft_cap * tanh(scores / soft_cap)`` before the mask."""
 
@@ -77,4 +78,5 @@ class AttentionStep(ResourceStep):
     """How the step's segments attend."""
 
     is_causal: tuple[bool, ...] | None = None
-    """Per segment; ``None``: all causal. A segment that is not sees all stored and new slots."""
+    """Per segment; ``None``: all causal. In a segment that is not, queries see the slots behind
+    their own, too."""

@@ -43,7 +43,7 @@ class EagerPlan(AttentionPlan):
             keys: ``[kv_len, num_kv_heads, head_dim]``.
             values: Like ``keys``.
             rules: The layer's window and soft cap.
-            is_causal: Whether a query sees only slots up to its own.
+            is_causal: Whether a query sees no slot behind its own.
         """
         dtype = torch.promote_types(query.dtype, torch.float32)
         group = query.shape[1] // keys.shape[1]
@@ -52,13 +52,12 @@ class EagerPlan(AttentionPlan):
         scores = torch.einsum("nhd,khd->hnk", query.to(dtype), keys) * self._config.scale
         if rules.soft_cap is not None:
             scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
-        if is_causal:
-            slot = torch.arange(len(keys), device=query.device)
-            own = slot[len(keys) - len(query) :, None]
-            hidden = slot > own
-            if rules.window is not None:
-                hidden |= slot <= own - rules.window
-            scores = scores.masked_fill(hidden, -torch.inf)
+        slot = torch.arange(len(keys), device=query.device)
+        own = slot[len(keys) - len(query) :, None]
+        hidden = (slot > own) & is_causal
+        if rules.window is not None:
+            hidden |= slot <= own - rules.window
+        scores = scores.masked_fill(hidden, -torch.inf)
         return torch.einsum("hnk,khd->nhd", scores.softmax(-1), values).to(query.dtype)
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
+from mstar.engine.resources.attention.sdpa import SdpaPlan
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 from mstar.engine.resources.mirror import Mirror
 
@@ -68,12 +69,14 @@ class _Group:
     """Segments of one step that one kernel takes together."""
 
     kind: str
-    """``decode``: one causal token each; ``causal``; ``full``: every query sees all slots."""
+    """``decode``: one causal token each; ``causal``: more than one; ``full``: not causal."""
     rows: slice | Tensor
     """Their new tokens among all ``T``."""
     qo_indptr: Tensor
     """int32 ``[B + 1]`` on the CPU: a segment's first token among the group's."""
     pages: _Pages
+    segments: npt.NDArray[np.int64]
+    """Their numbers in the step."""
 
 
 def _groups(kv_plan: KVPlan, is_causal: Sequence[bool]) -> list[_Group]:
@@ -102,7 +105,7 @@ def _group(kind: str, kv_plan: KVPlan, segments: npt.NDArray[np.int64]) -> _Grou
     pages = _Pages.of(
         kv_plan.kv_lens[segments], kv_plan.page_table[segments], kv_plan.layout.page_size
     )
-    return _Group(kind, rows, torch.from_numpy(qo_indptr), pages)
+    return _Group(kind, rows, torch.from_numpy(qo_indptr), pages, segments)
 
 
 class FlashInferPlan(AttentionPlan):
@@ -116,6 +119,7 @@ class FlashInferPlan(AttentionPlan):
 
     def __init__(self, backend: "Backend", kv_plan: KVPlan, is_causal: Sequence[bool]) -> None:
         self._backend = backend
+        self._kv_plan = kv_plan
         self._keys, self._values = kv_plan.keys, kv_plan.values
         self._groups = _groups(kv_plan, is_causal)
         self._planned: dict[LayerAttention, list[tuple[slice | Tensor, Any]]] = {}
@@ -130,7 +134,9 @@ class FlashInferPlan(AttentionPlan):
         cache = (self._keys[layer], self._values[layer])
         out = torch.empty_like(query)
         for rows, wrapper in planned:
-            if isinstance(rows, slice):
+            if isinstance(wrapper, SdpaPlan):
+                out[rows] = wrapper.run(layer, query[rows])
+            elif isinstance(rows, slice):
                 wrapper.run(query[rows], cache, out=out[rows])
             else:
                 out[rows] = wrapper.run(query[rows], cache)
@@ -138,7 +144,23 @@ class FlashInferPlan(AttentionPlan):
 
     def _plan(self, rules: LayerAttention) -> list[tuple[slice | Tensor, Any]]:
         assert self._backend.is_current(self), "a plan runs after the next was made"
-        return [(group.rows, self._backend.plan_group(group, rules)) for group in self._groups]
+        return [(group.rows, self._plan_group(group, rules)) for group in self._groups]
+
+    def _plan_group(self, group: _Group, rules: LayerAttention) -> Any:
+        plan = self._kv_plan
+        kv_lens = plan.kv_lens[group.segments]
+        if group.kind != "full" or rules.window is None or kv_lens.max() <= rules.window:
+            return self._backend.plan_group(group, rules)
+        # The library cuts what such a query may see to window and tile: the slots behind it get
+        # lost where a stream is split among processors.
+        part = replace(
+            plan,
+            qo_lens=plan.qo_lens[group.segments],
+            qo_indptr=group.qo_indptr.numpy(),
+            kv_lens=kv_lens,
+            page_table=plan.page_table[group.segments],
+        )
+        return SdpaPlan(self._backend.config, part, (False,) * len(kv_lens))
 
 
 class FixedDecodePlan(AttentionPlan):

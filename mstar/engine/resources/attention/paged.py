@@ -69,13 +69,13 @@ class _Short:
         self._rest = (
             kv_plan.qo_indptr[:-1],
             np.arange(len(kv_plan.qo_lens), dtype=np.int32),
-            np.asarray(is_causal, np.int32),
+            -np.asarray(is_causal, np.int32),
         )
 
     def pieces(self, kv_lens: _Int32) -> "_Pieces":
         """Return the pieces for streams of these lengths."""
-        starts, every, is_causal = self._rest
-        return self.qo_lens, starts, kv_lens, every, is_causal
+        starts, every, ahead = self._rest
+        return self.qo_lens, starts, kv_lens, every, ahead
 
 
 class PagedPlan(AttentionPlan):
@@ -170,13 +170,14 @@ class PagedPlan(AttentionPlan):
 
     def _prepare(self, window: int | None, soft_cap: float | None) -> list[tuple[int | float, ...]]:
         """Return the calls of one rule, a tuple of leading arguments each."""
-        qo_lens, _, kv_lens, _, is_causal = self._pieces
+        qo_lens, _, kv_lens, _, ahead = self._pieces
         chunk: int = self._kernel.CHUNK
         first = np.zeros_like(kv_lens)
         if window is not None:
-            first = np.where(is_causal, np.maximum(kv_lens - qo_lens + 1 - window, 0), 0)
+            first = np.maximum(kv_lens - qo_lens + 1 - window, 0)
         first_chunk = (first // chunk).astype(np.int32)
-        num_chunks = (-(-kv_lens // chunk) - first_chunk).astype(np.int64)
+        last = kv_lens + np.maximum(ahead, 0)
+        num_chunks = (-(-last // chunk) - first_chunk).astype(np.int64)
         num_rows = num_chunks * qo_lens * self._config.num_qo_heads
         budget = CALL_BYTES // (4 * (self._config.head_dim + self._kernel.PAD))
         calls, begin, total = [], 0, 0
@@ -232,7 +233,7 @@ class PagedPlan(AttentionPlan):
 
 _Pieces = tuple[_Int32, _Int32, _Int32, _Int32, _Int32]
 """Each array has one number a piece: new tokens, the first of them among all of the step, slots up
-to the last of them (all of the stream's where it is not causal), segment, causal or not."""
+to the last of them, segment, slots behind those that all of it sees (-1: it is causal)."""
 
 
 def _select(pieces: _Pieces, which: npt.NDArray[np.bool_]) -> _Pieces:
@@ -249,14 +250,13 @@ def _cut(plan: KVPlan, is_causal: _Int32) -> _Pieces:
     )
     begin = ordinal * PIECE_LEN
     qo_lens = np.minimum(plan.qo_lens[segments] - begin, PIECE_LEN)
-    is_causal = is_causal[segments]
-    behind = np.where(is_causal, plan.qo_lens[segments] - begin - qo_lens, 0)
+    behind = plan.qo_lens[segments] - begin - qo_lens
     arrays = (
         qo_lens,
         plan.qo_indptr[segments] + begin,
         plan.kv_lens[segments] - behind,
         segments,
-        is_causal,
+        np.where(is_causal[segments], -1, behind),
     )
     a, b, c, d, e = (np.ascontiguousarray(array, np.int32) for array in arrays)
     return a, b, c, d, e

@@ -116,7 +116,7 @@ class SdpaPlan(AttentionPlan):
 
     def _cut(self, window: int | None, *, needs_mask: bool) -> list[_Piece]:
         plan = self._kv_plan
-        first = first_slots(plan, self._is_causal, window)
+        first = first_slots(plan, window)
         singles: dict[int, list[int]] = {}
         pieces = []
         for i in np.flatnonzero(plan.qo_lens).tolist():
@@ -153,11 +153,11 @@ class SdpaPlan(AttentionPlan):
         plan = self._kv_plan
         qo_len, kv_len = int(plan.qo_lens[i]), int(plan.kv_lens[i])
         seen = np.arange(first, kv_len)
-        is_triangle = qo_len == kv_len and (window is None or window >= kv_len)
+        is_causal, is_cut = self._is_causal[i], window is not None and window < kv_len
         mask = None
-        if self._is_causal[i] and (needs_mask or not is_triangle):
+        if is_cut or (is_causal and (needs_mask or qo_len < kv_len)):
             own = np.arange(kv_len - qo_len, kv_len)[:, None]
-            hidden = seen > own
+            hidden = (seen > own) & is_causal
             if window is not None:
                 hidden |= seen <= own - window
             mask = self._mask(hidden)
@@ -166,7 +166,7 @@ class SdpaPlan(AttentionPlan):
             slots=self._move(slots_of(plan, np.asarray(i), seen)),
             num_segments=1,
             mask=mask,
-            is_causal=self._is_causal[i] and mask is None,
+            is_causal=is_causal and mask is None,
         )
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
