@@ -11,9 +11,12 @@ from torch import Tensor
 
 from mstar.engine.resources.kv.keys import fingerprint
 from mstar.errors import UnsupportedError, WeightsError
+from mstar.models.ctranslate2 import ctranslate2_tensors
+from mstar.models.ctranslate2_file import is_ctranslate2, read_configs
 from mstar.models.files import digest_in_background
 from mstar.models.gguf_model import nearest, read_gguf_model
 from mstar.models.locate import resolve
+from mstar.models.voice_files import voice_architecture
 from mstar.models.weights import StoredTensor, folder_tensors, read_json
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
@@ -175,7 +178,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a Hugging Face folder or a GGUF file; reads headers only.
+    """Open a Hugging Face or CTranslate2 folder, a GGUF file or a voice; reads headers only.
 
     Raises:
         ModelNotFoundError: If ``path`` is a name that :func:`resolve` does not find.
@@ -192,6 +195,9 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise WeightsError(f"{path} does not exist")
+    if (voice := voice_architecture(path)) is not None:
+        config = {"architectures": [voice], "dtype": "float32"}
+        return Checkpoint(path, config=config, generation_config={}, tensors={})
     if path.is_file():
         model = read_gguf_model(path)
         return Checkpoint(
@@ -201,6 +207,14 @@ def _open(path: Path) -> Checkpoint:
             tensors=model.tensors,
             rope_interleaved=model.rope_interleaved,
             freq_factors=model.freq_factors,
+        )
+    if is_ctranslate2(path):
+        config, generation_config = read_configs(path)
+        return Checkpoint(
+            path,
+            config=config,
+            generation_config=generation_config,
+            tensors=ctranslate2_tensors(path),
         )
     config = read_json(path / "config.json")
     if quantization := config.get("quantization_config"):

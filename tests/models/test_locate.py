@@ -1,5 +1,6 @@
 import hashlib
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -100,6 +101,24 @@ def test_damaged_parts_leave_nothing_behind(
     with pytest.raises(WeightsError, match="packages of built-in model 'x' are damaged"):
         _resolve_builtin("x", builtin, tmp_path / "cache")
     assert list((tmp_path / "cache" / "builtin").iterdir()) == []
+
+
+def test_a_model_of_several_files_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builtin = replace(
+        _parts(tmp_path, monkeypatch, hashlib.sha256(b"abcdef").hexdigest()),
+        file_name="x/model.bin",
+        beside=(("mstar_test_part1", "x.part"),),
+    )
+    folder = _resolve_builtin("x", builtin, tmp_path / "cache")
+    assert folder == tmp_path / "cache" / "builtin" / "x"
+    assert (folder / "model.bin").read_bytes() == b"abcdef"
+    (folder / "x.part").write_bytes(b"damaged")
+    assert _resolve_builtin("x", builtin, tmp_path / "cache") == folder
+    assert (folder / "x.part").read_bytes() == b"def"
+    whole = replace(builtin, parts=(("mstar_test_part0", "x.part"),), sha256=None, beside=())
+    assert _resolve_builtin("x", whole, tmp_path) == tmp_path / "site" / "mstar_test_part0"
 
 
 def test_missing_package_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -1,0 +1,364 @@
+"""CrossAttentionManager: keys and values of encoder outputs by name, within a pool of pages."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
+from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
+from mstar.engine.resources.attention.manager import pick_backend
+from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
+from mstar.engine.resources.cross_attention.config import (
+    CrossAttentionConfig,
+    CrossAttentionSpec,
+    CrossAttentionStep,
+)
+from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+from mstar.engine.resources.step import ResourceStep, Segment
+
+DEFAULT_BYTES = 512 << 20
+"""Memory for the keys and values, at most, where the deployment names no number of slots."""
+_PER_REQUEST = 2
+"""Outputs that are kept then for each request that may run, at most."""
+
+
+@dataclass(slots=True)
+class _Output:
+    """What is kept of one encoder output."""
+
+    length: int
+    pages: list[int]
+    owners: set[str] = field(default_factory=set)
+    """Requests that need it; it stays while there are any."""
+    is_written: bool = False
+    is_stale: bool = False
+    """From before a reset: only its owners of then may read it, until it is made anew."""
+
+
+class CrossAttentionPlan:
+    """One step: writes what an encoder made, or attends to what was made before.
+
+    Args:
+        pool: Where keys and values lie.
+        attention: Of the step's segments; ``None``: the step reads nothing.
+        places: Pages of the outputs that the step makes.
+    """
+
+    def __init__(
+        self,
+        pool: "_Pool",
+        attention: AttentionPlan | None,
+        places: Mapping[bytes, list[int]],
+    ) -> None:
+        self._pool = pool
+        self._attention = attention
+        self._places = places
+        self._num_left = dict.fromkeys(places, pool.layout.num_layers)
+
+    def store(self, item: Item, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's keys and values of an item.
+
+        Args:
+            item: One of those that the step makes.
+            layer: Index of the layer.
+            keys: ``[length, num_kv_heads, head_dim]``, of any floating dtype.
+            values: The same shape.
+        """
+        layout = self._pool.layout
+        expected = (item.length, layout.num_kv_heads, layout.head_dim)
+        assert keys.shape == values.shape == expected, (keys.shape, values.shape, expected)
+        self._pool.write(layer, self._places[item.name], keys, values)
+        self._num_left[item.name] -= 1
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """Return what each token of the step finds in its segment's output, all slots seen.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[num_tokens, num_qo_heads, head_dim]`` in the model's dtype.
+
+        Returns:
+            A new tensor of the query's shape and dtype.
+        """
+        assert self._attention is not None, "the step reads no output"
+        return self._attention.run(layer, query)
+
+    def check_written(self, item: Item) -> None:
+        """Verify that every layer of an item was written once."""
+        left = self._num_left[item.name]
+        assert left == 0, f"{left} layers of {item} are not written"
+
+
+class _Pool:
+    """The memory of all outputs."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        shape = (layout.num_pages, layout.page_size, layout.num_kv_heads, layout.head_dim)
+        # Zeros, since a kernel may multiply slots that it masks; untouched pages take no memory.
+        self.keys = [
+            torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+            for _ in range(layout.num_layers)
+        ]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+
+    def write(self, layer: int, pages: list[int], keys: Tensor, values: Tensor) -> None:
+        """Put one layer of an output into its pages."""
+        size = self.layout.page_size
+        for pool, content in ((self.keys[layer], keys), (self.values[layer], values)):
+            for index, page in enumerate(pages):
+                part = content[index * size : (index + 1) * size]
+                pool[page, : len(part)].copy_(part)
+
+
+class CrossAttentionManager(OutputStore):
+    """Keeper of the keys and values that decoder layers make of encoder outputs.
+
+    An output is pinned for each request from when it is made or found until the request closes;
+    unpinned ones go when their room is needed, longest unused first.
+
+    Args:
+        resource_key: Its key among the model's resources.
+        config: Shape of the outputs.
+        deployment: Budget, dtype and device.
+    """
+
+    def __init__(
+        self, resource_key: str, config: CrossAttentionConfig, deployment: Deployment
+    ) -> None:
+        self.resource_key = resource_key
+        self.config = config
+        self.is_reuse_enabled = deployment.enable_prefix_caching
+        dtype: torch.dtype = getattr(torch, deployment.dtype)
+        self.num_pages = _num_pages(config, deployment, dtype.itemsize)
+        # Page 0 belongs to nobody, as in every paged cache.
+        layout = KVLayout(
+            num_layers=config.num_layers,
+            num_pages=self.num_pages + 1,
+            page_size=config.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=torch.device(deployment.device),
+        )
+        self._pool = _Pool(layout)
+        self._backend = _backend(resource_key, config, layout, deployment)
+        self._free = list(range(self.num_pages, 0, -1))
+        self._outputs: OrderedDict[bytes, _Output] = OrderedDict()
+        """Least recently used first."""
+        self._plan: CrossAttentionPlan | None = None
+        self._read: tuple[tuple[Segment, ...], tuple[bytes, ...], CrossAttentionPlan] | None = None
+        """The last step that read, whose plan serves the same segments again."""
+        self.num_hits = 0
+        """Items whose output was found, counted once for each request."""
+
+    @classmethod
+    def build(
+        cls, spec: CrossAttentionSpec, deployment: Deployment, resources: Mapping[str, Resource]
+    ) -> Self:
+        """Return a manager without outputs.
+
+        Raises:
+            UnsupportedError: If no attention backend can do it.
+        """
+        return cls(spec.resource_key, spec.config, deployment)
+
+    # What the scheduler asks.
+
+    def pin(self, item: Item) -> bool:
+        """Keep an item's output for its request; returns whether it is there."""
+        output = self._outputs.get(item.name)
+        if output is None or not output.is_written:
+            return False
+        is_own = item.request_id in output.owners
+        if output.is_stale and not is_own:
+            return False
+        self._outputs.move_to_end(item.name)
+        if not is_own:
+            output.owners.add(item.request_id)
+            self.num_hits += 1
+        return True
+
+    def has_room(self, item: Item) -> bool:
+        """Tell whether an output of this size fits beside what is pinned."""
+        return self._num_pinned_pages() + self.config.num_pages(item.length) <= self.num_pages
+
+    # A request's life.
+
+    def ever_fits(self, opening: Opening) -> Refusal | None:
+        """Take all requests: the pool holds the longest output that the model declares."""
+        return None
+
+    def close(self, request_id: str) -> None:
+        """Unpin all that the request needed."""
+        for name, output in list(self._outputs.items()):
+            self._unpin(name, output, request_id)
+
+    # A step's life.
+
+    def admit(self, segments: tuple[Segment, ...], step: ResourceStep) -> Refusal | None:
+        """Make room for what the step makes."""
+        assert isinstance(step, CrossAttentionStep), type(step).__name__
+        # What is made anew after a reset takes the old output's place.
+        made = [item for item in step.made if not self._is_stale(item.name)]
+        needed = sum(self.config.num_pages(item.length) for item in made)
+        pinned = self._num_pinned_pages()
+        if pinned + needed > self.num_pages:
+            return Refusal(
+                self.resource_key,
+                f"{needed} pages of encoder output are needed; {pinned} of {self.num_pages} are "
+                "in use",
+            )
+        self._evict(needed)
+        for item in made:
+            assert item.name not in self._outputs, f"{item} is made twice"
+            pages = [self._free.pop() for _ in range(self.config.num_pages(item.length))]
+            self._outputs[item.name] = _Output(item.length, pages)
+        for item in step.made:
+            self._outputs[item.name].owners.add(item.request_id)
+        return None
+
+    def rollback(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
+        """Give back the room of what will not be made."""
+        assert isinstance(step, CrossAttentionStep), type(step).__name__
+        for item in step.made:
+            self._unpin(item.name, self._outputs[item.name], item.request_id)
+
+    def plan(
+        self, segments: tuple[Segment, ...], step: ResourceStep, plans: Mapping[str, Any]
+    ) -> CrossAttentionPlan:
+        """Return where outputs are put, or how the segments attend to them."""
+        assert isinstance(step, CrossAttentionStep), type(step).__name__
+        if not step.read:
+            places = {item.name: self._outputs[item.name].pages for item in step.made}
+            self._plan = CrossAttentionPlan(self._pool, None, places)
+            return self._plan
+        last = self._read
+        if last is not None and last[0] is segments and last[1] == step.read:
+            return last[2]
+        plan = CrossAttentionPlan(self._pool, self._attention(segments, step.read), {})
+        self._read = (segments, step.read, plan)
+        return plan
+
+    def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
+        """Let what was made be found."""
+        assert isinstance(step, CrossAttentionStep), type(step).__name__
+        for item in step.made:
+            assert self._plan is not None, "a step commits before it is planned"
+            self._plan.check_written(item)
+            output = self._outputs[item.name]
+            output.is_written, output.is_stale = True, False
+            self._outputs.move_to_end(item.name)
+        self._plan = None
+
+    def counters(self) -> Mapping[str, int]:
+        """Return how many items' outputs were found."""
+        return {"num_encoder_hits": self.num_hits}
+
+    def reset(self) -> int:
+        """Forget all outputs, those that running requests need once these have closed."""
+        idle = [name for name, output in self._outputs.items() if not output.owners]
+        for name in idle:
+            self._drop(name)
+        for output in self._outputs.values():
+            output.is_stale = output.is_written
+        return len(idle)
+
+    def check(self) -> None:
+        """Verify that every page is free or in one output, and that outputs are whole."""
+        held = [page for output in self._outputs.values() for page in output.pages]
+        pages = sorted([*held, *self._free])
+        assert pages == list(range(1, self.num_pages + 1)), (len(held), len(self._free))
+        for name, output in self._outputs.items():
+            expected = self.config.num_pages(output.length)
+            assert len(output.pages) == expected, (name, len(output.pages), expected)
+            assert output.owners or (output.is_written and not output.is_stale), (
+                f"output {name.hex()} is kept for nobody"
+            )
+            assert output.owners or self.is_reuse_enabled, "an output is kept without reuse"
+
+    def _attention(self, segments: tuple[Segment, ...], names: tuple[bytes, ...]) -> AttentionPlan:
+        """Return the attention of segments over the outputs of these names."""
+        assert len(names) == len(segments), f"{len(names)} outputs, {len(segments)} segments"
+        spans: list[int] = []
+        outputs: list[_Output] = []
+        for segment, name in zip(segments, names, strict=True):
+            output = self._outputs[name]
+            assert segment.request_id in output.owners, f"{segment} reads what it has not pinned"
+            # Backends take no more new tokens than slots; rows do not see each other here.
+            for begin in range(0, segment.span, output.length):
+                spans.append(min(output.length, segment.span - begin))
+                outputs.append(output)
+        table = np.zeros((len(spans), max(len(o.pages) for o in outputs)), np.int32)
+        for row, output in zip(table, outputs, strict=True):
+            row[: len(output.pages)] = output.pages
+        indptr = np.zeros(len(spans) + 1, np.int32)
+        np.cumsum(spans, out=indptr[1:])
+        kv_plan = KVPlan(
+            layout=self._pool.layout,
+            keys=self._pool.keys,
+            values=self._pool.values,
+            qo_lens=np.array(spans, np.int32),
+            qo_indptr=indptr,
+            kv_lens=np.array([output.length for output in outputs], np.int32),
+            page_table=table,
+            slots=torch.empty(0, dtype=torch.int64, device=self._pool.layout.device),
+        )
+        return self._backend.plan(kv_plan, (False,) * len(spans))
+
+    def _num_pinned_pages(self) -> int:
+        return sum(len(output.pages) for output in self._outputs.values() if output.owners)
+
+    def _is_stale(self, name: bytes) -> bool:
+        output = self._outputs.get(name)
+        return output is not None and output.is_stale
+
+    def _evict(self, needed: int) -> None:
+        """Drop outputs that nobody needs until ``needed`` pages are free."""
+        for name, output in list(self._outputs.items()):
+            if len(self._free) >= needed:
+                return
+            if not output.owners:
+                self._drop(name)
+
+    def _unpin(self, name: bytes, output: _Output, request_id: str) -> None:
+        if request_id not in output.owners:
+            return
+        output.owners.discard(request_id)
+        is_kept = output.is_written and not output.is_stale and self.is_reuse_enabled
+        if not output.owners and not is_kept:
+            self._drop(name)
+
+    def _drop(self, name: bytes) -> None:
+        self._free += self._outputs.pop(name).pages
+        # The pages may soon be another output's.
+        self._read = None
+
+
+def _num_pages(config: CrossAttentionConfig, deployment: Deployment, itemsize: int) -> int:
+    """Return the pages of the pool: at least those of one output."""
+    slot_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    longest = config.num_pages(config.max_length)
+    if deployment.encoder_cache_tokens:
+        return max(deployment.encoder_cache_tokens // config.page_size, longest)
+    affordable = DEFAULT_BYTES // slot_nbytes // config.page_size
+    return max(min(affordable, _PER_REQUEST * deployment.max_num_seqs * longest), longest)
+
+
+def _backend(
+    resource_key: str, config: CrossAttentionConfig, layout: KVLayout, deployment: Deployment
+) -> AttentionBackend:
+    attention = AttentionConfig(
+        kv_cache=resource_key,
+        num_qo_heads=config.num_qo_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.scale,
+        layers=(LayerAttention(),) * config.num_layers,
+    )
+    return pick_backend(attention, layout, deployment.attention_backend)[1]

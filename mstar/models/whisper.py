@@ -1,0 +1,434 @@
+"""Whisper: speech to text, in the language spoken or in English, windows of 30 seconds at a time.
+
+A request's first leg may only ask which language is spoken; every window is a leg of its own.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mstar.engine.array import from_numpy, to_numpy
+from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
+from mstar.engine.graph import Cursor, Edge, Graph, Loop, Run
+from mstar.engine.model import Leg, Model
+from mstar.engine.output import Emitted
+from mstar.engine.request import Component, ContextItem, PreparedRequest, Request, RequestItem
+from mstar.engine.resources.attention.config import (
+    AttentionConfig,
+    AttentionSpec,
+    AttentionStep,
+    LayerAttention,
+)
+from mstar.engine.resources.base import Item
+from mstar.engine.resources.cross_attention.config import (
+    CrossAttentionConfig,
+    CrossAttentionSpec,
+    CrossAttentionStep,
+)
+from mstar.engine.resources.cross_attention.manager import CrossAttentionPlan
+from mstar.engine.resources.kv.config import KVConfig, KVSpec, KVStep
+from mstar.engine.resources.kv.keys import fingerprint
+from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
+from mstar.engine.resources.position.manager import PositionPlan
+from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, SampleStep
+from mstar.engine.resources.sampler.manager import SamplerPlan
+from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.engine.resources.step import NodeStep
+from mstar.errors import RequestError
+from mstar.models.base import Description
+from mstar.models.checkpoint import Checkpoint
+from mstar.models.whisper_config import (
+    SECONDS_PER_FRAME,
+    WhisperConfig,
+    WhisperTokens,
+    whisper_config,
+    whisper_tokens,
+)
+from mstar.models.whisper_layers import Decoder, Encoder, Weights
+from mstar.models.whisper_rules import Rules
+from mstar.models.whisper_windows import Stretch, WhisperOptions, cut, following, prompt_ids
+
+KIND = "audio"
+"""Kind of the items that the encoder takes.
+
+Its inputs are ``features``, float32 ``[num_mel_bins, any number of frames]``, and ``start``, int64
+``[1]``: the window's first frame among them.
+"""
+TRANSCRIPT = "transcript"
+"""Name of what is emitted: one for each stretch of speech."""
+
+_ENCODER, _DECODER, _CROSS = "encoder", "decoder", "cross_attention"
+_NO_TEXT = "this model writes down one recording and takes no other prompt; ask for a transcription"
+_DETECT, _WRITE = "detect", "write"
+"""Walks: ask for the language, and write down one window."""
+
+
+def options_of(prepared: PreparedRequest) -> WhisperOptions:
+    """Return what a request tells the model.
+
+    Raises:
+        RequestError: If it was not prepared for a Whisper.
+    """
+    try:
+        return msgspec.convert(prepared.options, WhisperOptions)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{_NO_TEXT} ({error})", param="model") from error
+
+
+def _item_of(request: Request, item: RequestItem) -> Item:
+    return Item(request.request_id, item.name, item.span.length)
+
+
+class WhisperEncoder(Node):
+    """Hears one window, and leaves what every layer of the decoder attends to."""
+
+    kind = NodeKind.ITEMS
+
+    def __init__(self, encoder: Encoder, config: WhisperConfig) -> None:
+        self.encoder = encoder
+        self._config = config
+        self.num_encoded = 0
+        """Windows that it was run on."""
+
+    def declare(self, batch: Batch) -> NodeStep:
+        """Ask for room for keys and values."""
+        made = tuple(map(_item_of, batch.requests, batch.items))
+        return NodeStep(batch.segments, {_CROSS: CrossAttentionStep(made=made)})
+
+    def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
+        """Encode the batch's windows."""
+        cross: CrossAttentionPlan = plans[_CROSS]
+        for request, item in zip(batch.requests, batch.items, strict=True):
+            encoded = self.encoder.encode(self._window(item))
+            for layer in range(self._config.decoder.num_layers):
+                keys, values = self.encoder.keys_values(encoded, layer)
+                cross.store(_item_of(request, item), layer, keys, values)
+            self.num_encoded += 1
+        return NodeOutput(token_ids=())
+
+    def _window(self, item: RequestItem) -> Tensor:
+        """Return the features of a window, zeros behind the recording's end."""
+        features, start = (to_numpy(item.inputs[name]) for name in ("features", "start"))
+        first, num_frames = int(start[0]), self._config.num_frames
+        part = features[:, first : first + num_frames]
+        window = np.zeros((len(features), num_frames), np.float32)
+        window[:, : part.shape[1]] = part
+        return torch.from_numpy(window)
+
+
+class WhisperDecoder(Node):
+    """Writes down what the encoder heard, or names the language."""
+
+    def __init__(self, decoder: Decoder, rules: Rules) -> None:
+        self.decoder = decoder
+        self._rules = rules
+
+    def declare(self, batch: Batch) -> NodeStep:
+        """Ask for attention to the stream and to its window, and a token where one is due."""
+        read = tuple(request.context[0].name for request in batch.requests)
+        sampled = (
+            batch.segments
+            if len(batch.yielding) == len(batch.segments)
+            else tuple(batch.segments[index] for index in batch.yielding)
+        )
+        return NodeStep(
+            batch.segments,
+            {
+                "kv": KVStep(),
+                "position": PositionStep(),
+                "attention": AttentionStep(),
+                _CROSS: CrossAttentionStep(read=read),
+                "sampler": SampleStep(sampled),
+            },
+        )
+
+    def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
+        """Compute the step and sample."""
+        position: PositionPlan = plans["position"]
+        decoder = self.decoder
+        ids = torch.from_numpy(batch.token_ids()).to(decoder.device)
+        x = decoder.embed(ids, position.ids)
+        hidden = decoder.hidden(x, plans["kv"], plans["attention"], plans[_CROSS])
+        if not batch.yielding:
+            return NodeOutput(token_ids=())
+        if len(batch.yielding) != len(ids):
+            hidden = hidden[torch.from_numpy(batch.last_rows()).to(decoder.device)]
+        logits = decoder.logits(hidden).float()
+        for row, index in zip(logits, batch.yielding, strict=True):
+            self._restrict_(row, batch.requests[index])
+        sampler: SamplerPlan = plans["sampler"]
+        sampled = sampler.sample(logits)
+        return NodeOutput(
+            token_ids=sampled.token_ids.tolist(),
+            logprobs=sampled.logprobs,
+            failures=sampled.failed,
+        )
+
+    def _restrict_(self, row: Tensor, request: Request) -> None:
+        if request.cursor.local_name == _DETECT:
+            self._rules.language_(row)
+        else:
+            timestamps: bool = request.prepared.options["timestamps"]
+            self._rules.text_(row, request.generated(), timestamps=timestamps)
+
+
+class WhisperModel(Model):
+    """A loaded Whisper.
+
+    Args:
+        name: What it is called.
+        nodes: Encoder and decoder.
+        config: Its shape.
+        tokens: Its special ids.
+        folder: Where its tokenizer is.
+        weights_key: Content name of the weights; ``None``: unknown, and so never reused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nodes: tuple[WhisperEncoder, WhisperDecoder],
+        config: WhisperConfig,
+        tokens: WhisperTokens,
+        *,
+        folder: Path,
+        weights_key: bytes | None,
+    ) -> None:
+        described = _describe(config, tokens, weights_key)
+        self.name = name
+        self.config = config
+        self.tokens = tokens
+        self.nodes = dict(zip((_ENCODER, _DECODER), nodes, strict=True))
+        self.graph = described.graph
+        self.encoders = {KIND: _ENCODER}
+        self.telling = frozenset((_DECODER,))
+        self.vocab_size = described.vocab_size
+        self.max_model_len = described.max_model_len
+        self.stop_token_ids = frozenset((tokens.end,))
+        self.root_constants = described.root_constants
+        self.specs = described.specs
+        self._folder = folder
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+
+    def first_walk(self, prepared: PreparedRequest) -> Cursor:
+        """Return the walk that finds the language, or writes down the first window.
+
+        Raises:
+            RequestError: If there is no recording to write down, or more than one.
+        """
+        options = options_of(prepared)
+        if [item.kind for item in prepared.context] != [KIND]:
+            raise RequestError(_NO_TEXT, param="model")
+        is_unknown = bool(self.tokens.languages) and options.language is None
+        return self.graph.cursor(_DETECT if is_unknown else _WRITE)
+
+    def next_walk(self, request: Request) -> Leg | None:
+        """Return the window behind the one that is written down, or the first in its language."""
+        options = options_of(request.prepared)
+        if request.cursor.local_name == _DETECT:
+            language = request.tokens[-1]
+            return self._leg(request, msgspec.structs.replace(options, language=language))
+        stretches, next_frame = self._cut(request, options)
+        after = following(options, stretches, next_frame, self.tokens)
+        return None if after is None else self._leg(request, after)
+
+    def component_of(self, walk: str) -> Component:
+        """Return what the tokens of a leg are: a language's are no answer."""
+        return Component(
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids,
+            max_model_len=self.max_model_len,
+            is_silent=walk == _DETECT,
+        )
+
+    def holds(self, predicate: str, request: Request) -> bool:
+        """Tell whether the leg has its last token, which is what ``finished`` asks."""
+        return request.finish_reason is not None
+
+    def emit(self, request: Request, node: str, token: int) -> Sequence[Emitted]:
+        """Return the stretches of speech of a window that has its last token."""
+        if request.finish_reason is None or request.cursor.local_name == _DETECT:
+            return ()
+        options = options_of(request.prepared)
+        language = None
+        if options.language is not None:
+            language = self.tokens.language_of(options.language)
+        stretches, _ = self._cut(request, options)
+        # Without timestamps a window is one stretch, which lasts as long as there is sound.
+        end = math.inf if options.timestamps else options.stop_frame * SECONDS_PER_FRAME
+        return [
+            Emitted(
+                name=TRANSCRIPT,
+                text=self._tokenizer.decode(
+                    [n for n in own.tokens if n < self.tokens.end], skip_special_tokens=True
+                ),
+                info={
+                    "start": own.start,
+                    "end": min(own.end, end),
+                    "tokens": own.tokens,
+                    "language": language,
+                },
+            )
+            for own in stretches
+        ]
+
+    def _cut(self, request: Request, options: WhisperOptions) -> tuple[list[Stretch], int]:
+        return cut(request.generated(), options, self.tokens, self.config.num_frames)
+
+    def _leg(self, request: Request, options: WhisperOptions) -> Leg:
+        """Return the leg that writes down the window of ``options``."""
+        before = request.prepared
+        (item,) = before.context
+        if options.start_frame != options_of(before).start_frame:
+            start = options.start_frame
+            digest = fingerprint("mstar-whisper-window-v1", options.recording, start)
+            inputs = {**item.inputs, "start": from_numpy(np.array([start]))}
+            item = ContextItem(item.kind, digest, item.length, inputs)
+        ids = prompt_ids(options, self.tokens, self.max_model_len)
+        params = before.params
+        if params.max_tokens is not None:
+            # What was said before may be longer now, and leave less room.
+            most = min(params.max_tokens, self.max_model_len - len(ids))
+            params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        prepared = msgspec.structs.replace(
+            before,
+            token_ids=ids,
+            params=params,
+            page_keys=[],
+            context=[item],
+            options=before.options | msgspec.structs.asdict(options),
+        )
+        return Leg(prepared, _WRITE)
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Return what the model of a checkpoint says of itself; reads no weights but to name them.
+
+    Raises:
+        WeightsError: If a config misses a field.
+        UnsupportedError: If the config asks for something that is not built.
+    """
+    config = whisper_config(checkpoint.config)
+    tokens = whisper_tokens(checkpoint.config, checkpoint.generation_config)
+    return _describe(config, tokens, checkpoint.fingerprint())
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> WhisperModel:
+    """Return the model of a checkpoint, its weights on ``device`` in ``dtype``.
+
+    Raises:
+        WeightsError: If a tensor is missing, of a wrong shape, or one that nothing uses.
+        UnsupportedError: If the config asks for something that is not built.
+    """
+    config = whisper_config(checkpoint.config)
+    tokens = whisper_tokens(checkpoint.config, checkpoint.generation_config)
+    weights = Weights(checkpoint, dtype, device)
+    encoder = Encoder(weights, config)
+    decoder = Decoder(weights, config, progress)
+    weights.finish()
+    rules = Rules(tokens, config.vocab_size, device)
+    return WhisperModel(
+        name,
+        (WhisperEncoder(encoder, config), WhisperDecoder(decoder, rules)),
+        config,
+        tokens,
+        folder=checkpoint.path,
+        weights_key=checkpoint.fingerprint(),
+    )
+
+
+def _graph() -> Graph:
+    return Graph(
+        nodes=(_ENCODER, _DECODER),
+        walks=(
+            (_DETECT, Run(_DECODER)),
+            (_WRITE, Loop(Run(_DECODER), until="finished")),
+        ),
+        edges=(Edge(_ENCODER, _DECODER, KIND),),
+        predicates=("finished",),
+    )
+
+
+def _describe(
+    config: WhisperConfig, tokens: WhisperTokens, weights_key: bytes | None
+) -> Description:
+    constants = None
+    if weights_key is not None:
+        constants = {"weights": weights_key.hex(), "model": repr(config), "code": "whisper-v1"}
+    return Description(
+        graph=_graph(),
+        root_constants=constants,
+        specs=_specs(config, tokens),
+        vocab_size=config.vocab_size,
+        max_model_len=config.decoder.max_positions,
+    )
+
+
+def _specs(config: WhisperConfig, tokens: WhisperTokens) -> tuple[NodeResourceSpec, ...]:
+    nodes, stack = {_DECODER}, config.decoder
+    head_dim = config.width // stack.num_heads
+    return (
+        KVSpec(
+            "kv",
+            nodes,
+            KVConfig(num_layers=stack.num_layers, num_kv_heads=stack.num_heads, head_dim=head_dim),
+        ),
+        PositionSpec(
+            "position",
+            nodes,
+            PositionConfig(
+                kv_cache="kv",
+                layer_rope=(None,) * stack.num_layers,
+                max_position=stack.max_positions,
+            ),
+        ),
+        AttentionSpec(
+            "attention",
+            nodes,
+            AttentionConfig(
+                kv_cache="kv",
+                num_qo_heads=stack.num_heads,
+                num_kv_heads=stack.num_heads,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                layers=(LayerAttention(),) * stack.num_layers,
+            ),
+        ),
+        CrossAttentionSpec(
+            _CROSS,
+            {_ENCODER, _DECODER},
+            CrossAttentionConfig(
+                num_layers=stack.num_layers,
+                num_qo_heads=stack.num_heads,
+                num_kv_heads=stack.num_heads,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                max_length=config.encoder.max_positions,
+                page_size=config.encoder.max_positions,
+            ),
+        ),
+        SamplerSpec(
+            "sampler",
+            nodes,
+            SamplerConfig(vocab_size=config.vocab_size, stop_token_ids=(tokens.end,)),
+        ),
+    )

@@ -1,0 +1,72 @@
+"""The rules of what may come next, against the processors of logits of transformers."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
+)
+
+from mstar.models.whisper_config import WhisperTokens
+from mstar.models.whisper_rules import Rules
+
+VOCAB = 40
+TOKENS = WhisperTokens(
+    start=21,
+    end=20,
+    no_timestamps=26,
+    start_of_previous=25,
+    languages={"en": 22, "de": 23},
+    transcribe=24,
+    translate=25,
+    suppressed=(1, 2, 7, 21, 22, 23, 24, 25),
+    begin_suppressed=(3, 20),
+    max_initial_timestamp=4,
+)
+RULES = Rules(TOKENS, VOCAB, torch.device("cpu"))
+
+
+def expected(logits: torch.Tensor, generated: list[int], *, timestamps: bool) -> torch.Tensor:
+    ids = torch.tensor([[21, *generated]])
+    config: Any = GenerationConfig(
+        eos_token_id=20, no_timestamps_token_id=26, max_initial_timestamp_index=4
+    )
+    steps = [
+        SuppressTokensAtBeginLogitsProcessor(TOKENS.begin_suppressed, 1),
+        SuppressTokensLogitsProcessor(TOKENS.suppressed),
+    ]
+    if timestamps:
+        steps.append(WhisperTimeStampLogitsProcessor(config, 1))
+    scores = logits[None].clone()
+    for step in steps:
+        scores = step(ids, scores)
+    return scores[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    generated=st.lists(st.integers(0, 20) | st.integers(27, VOCAB - 1), max_size=6),
+    seed=st.integers(0, 2**32 - 1),
+    timestamps=st.booleans(),
+    lift=st.floats(-6, 6),
+)
+def test_rules_are_those_of_transformers(
+    generated: list[int], seed: int, timestamps: bool, lift: float
+) -> None:
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[27:] += lift
+    wanted = expected(logits, generated, timestamps=timestamps)
+    RULES.text_(logits, generated, timestamps=timestamps)
+    assert torch.equal(logits, wanted)
+
+
+def test_a_language_is_the_likeliest_of_the_languages_alone() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[3], logits[22], logits[23] = 9.0, 1.0, 2.0
+    RULES.language_(logits)
+    assert logits.argmax() == 23
+    assert int(logits.isfinite().sum()) == 1
