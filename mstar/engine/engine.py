@@ -84,7 +84,7 @@ class EngineCore:
         self.named_root = named = root_constants(model.root_constants, model.specs, self.deployment)
         self.root = named.root
         self.root_constants = {} if named.missing else dict(named.constants)
-        if named.missing and deployment.enable_prefix_caching:
+        if named.missing and model.specs and deployment.enable_prefix_caching:
             logger.warning("nothing will be reused: %s", "; ".join(named.missing))
         self._scheduler = Scheduler(
             self._runner,
@@ -192,7 +192,8 @@ class EngineCore:
             request.num_computed_tokens += span
         outputs: list[RequestOutput] = []
         append, failures, all_logprobs = outputs.append, result.failures, result.logprobs
-        is_telling, walk_on = node in self.model.telling, self._walk_on
+        is_telling, holds = node in self.model.telling, self.model.holds
+        is_plain = not (is_telling or result.emitted or self._streaming)
         for place, (index, token) in enumerate(zip(batch.yielding, result.token_ids, strict=True)):
             request = requests[index]
             if failures and place in failures:
@@ -200,8 +201,12 @@ class EngineCore:
                 continue
             component = request.component
             request.finish_reason = request.append(token)
-            emitted = list(result.emitted.get(index, ())) if result.emitted else []
-            reason, error = walk_on(request, node, emitted, token if is_telling else None)
+            emitted: list[Emitted] = []
+            reason, error = None, None
+            if not is_plain or request.cursor.complete(node, holds, request):
+                emitted += result.emitted.get(index, ())
+                own_token = token if is_telling else None
+                reason, error = self._walk_on(request, node, emitted, own_token)
             if component.is_silent and not emitted and reason is None:
                 continue
             own = None if all_logprobs is None else all_logprobs[place]
@@ -257,7 +262,7 @@ class EngineCore:
                 emitted += self.model.emit(request, node, token)
             if emitted and self._streaming:
                 self._hand_on(request, emitted)
-            is_over = cursor.complete(node, self.model.holds, request)
+            is_over = cursor.is_done or cursor.complete(node, self.model.holds, request)
             if cursor.inboxes and not is_over:
                 # Chunks are due where an edge has closed, or a piece has made one whole.
                 self._scheduler.wake()

@@ -85,6 +85,8 @@ class Scheduler:
         self._has_put_off = False
         """Some that generate waited for an item in the last step; they come first in this one."""
         self._last_served: dict[str, int] = {}
+        self._last_visited: dict[str, int] = {}
+        """Batch of each request's last visit; who waited longest is visited first."""
         self._num_batches = 0
         self.num_preemptions = 0
 
@@ -113,6 +115,7 @@ class Scheduler:
             self._running.remove(request)
             self._close(request)
         request.status = RequestStatus.FINISHED
+        self._last_visited.pop(request.request_id, None)
         self._steady = None
 
     def wake(self) -> None:
@@ -275,10 +278,14 @@ class Scheduler:
 
     def _visits(self, node: str, due: list[Request]) -> list[tuple[Request, object]]:
         """Return the requests, of the shape of the first, that a node visits; with their chunks."""
+        last = self._last_visited
+        due = sorted(due, key=lambda request: last.get(request.request_id, 0))
         visits = [(request, request.cursor.chunk_for(node)) for request in due]
         shapes = [self._gate.shape(node, *visit) for visit in visits]
         alike = (v for v, shape in zip(visits, shapes, strict=True) if shape == shapes[0])
-        return list(islice(alike, self._gate.max_batch(node)))
+        chosen = list(islice(alike, self._gate.max_batch(node)))
+        last.update((request.request_id, self._num_batches) for request, _ in chosen)
+        return chosen
 
     def _next_node(self, ready: list[tuple[Request, tuple[str, ...]]]) -> str | None:
         """Return the node, of those that running requests wait for, that waited longest."""

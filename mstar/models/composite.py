@@ -1,19 +1,33 @@
 """Models made of models: each keeps its nodes, resources and walks, under a name of its own."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.capture import RecordableNode
-from mstar.engine.graph import Edge, ForEach, Loop, Parallel, Run, Sequential, Walk
+from mstar.engine.graph import Edge, ForEach, Graph, Loop, Parallel, Run, Sequential, Walk
 from mstar.engine.model import Model
 from mstar.engine.overlap import Pending
 from mstar.engine.request import Component, Request
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep
+
+
+class Part(Protocol):
+    """What is known of a part, be it loaded or only described."""
+
+    @property
+    def graph(self) -> Graph:
+        """Its nodes and walks."""
+        ...
+
+    @property
+    def specs(self) -> Sequence[NodeResourceSpec]:
+        """What its nodes need."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,9 +55,9 @@ class Scope:
             for name, node in model.nodes.items()
         }
 
-    def specs(self, model: Model) -> list[NodeResourceSpec]:
+    def specs(self, part: Part) -> list[NodeResourceSpec]:
         """Return what the part's nodes need, under keys of the whole."""
-        return [self._spec(spec) for spec in model.specs]
+        return [self._spec(spec) for spec in part.specs]
 
     def _spec(self, spec: NodeResourceSpec) -> NodeResourceSpec:
         config: Any = spec.config
@@ -56,9 +70,9 @@ class Scope:
             config=config,
         )
 
-    def walks(self, model: Model) -> list[tuple[str, Walk]]:
+    def walks(self, part: Part) -> list[tuple[str, Walk]]:
         """Return the part's walks, over nodes of the whole."""
-        return [(self(name), self._walk(walk)) for name, walk in model.graph.walks]
+        return [(self(name), self._walk(walk)) for name, walk in part.graph.walks]
 
     def _walk(self, walk: Walk) -> Walk:
         match walk:
@@ -72,7 +86,7 @@ class Scope:
                 return type(walk)(*map(self._walk, walk.parts))
         raise AssertionError(f"{walk!r} is no walk that can be part of another model")
 
-    def edges(self, model: Model) -> list[Edge]:
+    def edges(self, part: Part) -> list[Edge]:
         """Return the part's edges, between nodes of the whole; kinds of items keep their names."""
         return [
             replace(
@@ -81,7 +95,7 @@ class Scope:
                 target=self(edge.target),
                 name=edge.name if edge.chunks is None else self(edge.name),
             )
-            for edge in model.graph.edges
+            for edge in part.graph.edges
         ]
 
     def component(self, component: Component, specs: list[NodeResourceSpec]) -> Component:
@@ -103,20 +117,20 @@ class _Scoped(Node):
 
     def __init__(self, scope: Scope, node: Node) -> None:
         self._scope = scope
-        self._node = node
+        self.inner = node
         self.kind = node.kind  # type: ignore[misc]
         self.max_batch = node.max_batch
 
     def shape(self, request: Request, part: object) -> Hashable:
-        return self._node.shape(request, part)
+        return self.inner.shape(request, part)
 
     def declare(self, batch: Batch) -> NodeStep:
-        step = self._node.declare(batch)
+        step = self.inner.declare(batch)
         scope = self._scope
         return NodeStep(step.segments, {scope(key): own for key, own in step.resources.items()})
 
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
-        return self._node.forward(batch, self._own(plans))
+        return self.inner.forward(batch, self._own(plans))
 
     def _own(self, plans: Mapping[str, Any]) -> dict[str, Any]:
         start = len(self._scope.name) + 1
@@ -126,12 +140,12 @@ class _Scoped(Node):
 class _RecordableScoped(_Scoped, RecordableNode):
     """A node of a part whose decode steps can be recorded."""
 
-    _node: RecordableNode
+    inner: RecordableNode
 
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
-        return self._node.compute(ids, self._own(plans))
+        return self.inner.compute(ids, self._own(plans))
 
     def launch(
         self, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
     ) -> Pending:
-        return self._node.launch(rows, self._own(plans), before)
+        return self.inner.launch(rows, self._own(plans), before)

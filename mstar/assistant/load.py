@@ -1,0 +1,89 @@
+"""Puts the voice assistant together out of the models that it is made of."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mstar.assistant.model import (
+    VoiceAssistant,
+    assistant_graph,
+    assistant_specs,
+    joined_constants,
+)
+from mstar.assistant.processor import AssistantProcessor
+from mstar.errors import ConfigError
+from mstar.models import describe_model, load_model
+from mstar.models.base import Description
+from mstar.models.locate import resolve
+from mstar.models.speech import SpeechModel
+from mstar.models.whisper import WhisperModel
+from mstar.preprocess.processors import load_processor, load_tokenizer
+from mstar.preprocess.processors.base import Speaker, Transcriber
+from mstar.preprocess.tokenizer import TextTokenizer
+
+LISTENER, ANSWERER, SPEAKER = "whisper-base", "smollm2-135m", "piper"
+"""Names of the three models."""
+
+
+def load(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[VoiceAssistant, str]:
+    """Load the three models and return the assistant with the name of the dtype it is in.
+
+    Args:
+        name: What the user calls it.
+        dtype: Of the listener and the language model; ``auto`` is the language model's own.
+        device: Where these two run; the speaker runs on the CPU.
+        progress: Called with layers of the language model loaded and in all.
+
+    Raises:
+        ModelNotFoundError: If the packages of a model are not installed.
+        UnsupportedError: If what the speaker needs is not installed.
+    """
+    answerer, dtype = load_model(ANSWERER, dtype=dtype, device=device, progress=progress)
+    listener, _ = load_model(LISTENER, dtype=dtype, device=device)
+    speaker, _ = load_model(SPEAKER)
+    if not isinstance(listener, WhisperModel) or not isinstance(speaker, SpeechModel):
+        raise ConfigError(f"{LISTENER} and {SPEAKER} are no listener and no speaker")
+    tokenizer = TextTokenizer.load(resolve(ANSWERER))
+    return VoiceAssistant(name, listener, answerer, speaker, tokenizer), dtype
+
+
+def describe(*, dtype: str = "auto", device: str = "cpu") -> tuple[Description, str]:
+    """Return what the assistant says of itself, and the dtype it would be in; loads no weights.
+
+    Arguments and errors are those of ``load``.
+    """
+    answerer, dtype = describe_model(ANSWERER, dtype=dtype, device=device)
+    listener, _ = describe_model(LISTENER, dtype=dtype, device=device)
+    speaker, _ = describe_model(SPEAKER)
+    described = Description(
+        root_constants=joined_constants(
+            {LISTENER: listener.root_constants, ANSWERER: answerer.root_constants}
+        ),
+        graph=assistant_graph(listener, answerer, speaker),
+        specs=assistant_specs(listener, answerer),
+        vocab_size=answerer.vocab_size,
+        max_model_len=answerer.max_model_len,
+    )
+    return described, dtype
+
+
+def load_prompting() -> tuple[TextTokenizer, AssistantProcessor]:
+    """Return the language model's tokenizer, and what prepares chats, recordings and texts.
+
+    Raises:
+        ModelNotFoundError: If the packages of a model are not installed.
+    """
+    tokenizer = TextTokenizer.load(resolve(ANSWERER))
+    listener, speaker = (_processor(resolve(name)) for name in (LISTENER, SPEAKER))
+    assert isinstance(listener, Transcriber), f"{LISTENER} does not listen"
+    assert isinstance(speaker, Speaker), f"{SPEAKER} does not speak"
+    return tokenizer, AssistantProcessor(tokenizer, listener, speaker)
+
+
+def _processor(path: Path) -> object:
+    return load_processor(path, load_tokenizer(path))

@@ -1,0 +1,108 @@
+"""What goes by a name: a checkpoint, or a model that is put together out of several."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from mstar import models
+from mstar.models.locate import resolve
+from mstar.preprocess.processors import load_processor, load_tokenizer
+from mstar.preprocess.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from mstar.engine.model import Model
+    from mstar.models.base import Description
+
+COMPOSITES: dict[str, str] = {"voice": "mstar.assistant.load"}
+"""Models made of models: name to the module that puts one together."""
+
+
+def locate(name: str) -> str:
+    """Return where a model is, for ``load_prompting`` in another process; a composite's own name.
+
+    Raises:
+        ModelNotFoundError: If nothing goes by this name; says what was tried.
+        WeightsError: If a built-in model's packages are damaged.
+    """
+    return name if _composite(name) is not None else str(resolve(name))
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> "tuple[Model, str]":
+    """Load a model and return it with the name of the dtype it is in.
+
+    Arguments and errors are those of ``mstar.models.load_model``.
+    """
+    composite = _composite(name)
+    if composite is None:
+        return models.load_model(
+            name, dtype=dtype, device=device, load_format=load_format, progress=progress
+        )
+    loaded: tuple[Model, str] = composite.load(name, dtype=dtype, device=device, progress=progress)
+    return loaded
+
+
+def describe_model(
+    name: str, *, dtype: str = "auto", device: str = "cpu", load_format: str = "auto"
+) -> "tuple[Description, str]":
+    """Return what a model says of itself, and the dtype it would be in; no weights are loaded.
+
+    Arguments and errors are those of ``mstar.models.describe_model``.
+    """
+    composite = _composite(name)
+    if composite is None:
+        return models.describe_model(name, dtype=dtype, device=device, load_format=load_format)
+    described: tuple[Description, str] = composite.describe(dtype=dtype, device=device)
+    return described
+
+
+def writer_of(name: str) -> str:
+    """Return the name of the checkpoint that writes a model's answers; mostly it is the model."""
+    composite = _composite(name)
+    if composite is None:
+        return name
+    answerer: str = composite.ANSWERER
+    return answerer
+
+
+def load_prompting(where: str) -> tuple[TextTokenizer, object | None]:
+    """Return the tokenizer and the processor that a model's prompts are prepared with.
+
+    Args:
+        where: What ``locate`` returned.
+
+    Returns:
+        Of the processor ``None`` where the model takes text only.
+
+    Raises:
+        WeightsError: If one of them is broken.
+        UnsupportedError: If it is of an unknown kind.
+    """
+    composite = _composite(where)
+    if composite is not None:
+        found: tuple[TextTokenizer, object] = composite.load_prompting()
+        return found
+    path = Path(where)
+    tokenizer = load_tokenizer(path)
+    return tokenizer, load_processor(path, tokenizer)
+
+
+def load_tokenizer_of(where: str) -> TextTokenizer:
+    """Return the tokenizer of ``load_prompting``; errors are the same."""
+    composite = _composite(where)
+    if composite is not None:
+        return load_prompting(where)[0]
+    return load_tokenizer(Path(where))
+
+
+def _composite(name: str) -> ModuleType | None:
+    module = COMPOSITES.get(name.lower())
+    return None if module is None or Path(name).exists() else importlib.import_module(module)
