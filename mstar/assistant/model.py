@@ -137,8 +137,6 @@ class VoiceAssistant(Model):
         options = assistant_options(prepared)
         if options is not None and options.is_spoken:
             self.speaker.check(prepared)
-        if options is not None:
-            self._talks[prepared.request_id] = _Talk(options, list(options.later))
         if prepared.context:
             return self.graph.cursor(_LISTEN(self._listener.first_walk(prepared).name))
         return self.graph.cursor(_walk_of(options))
@@ -154,7 +152,7 @@ class VoiceAssistant(Model):
                 return self._after_recording(request)
 
     def _after_recording(self, request: Request) -> Leg | None:
-        talk = self._talks.get(request.request_id)
+        talk = self._talk_of(request)
         if talk is None:
             # Only what was said is asked for.
             return None
@@ -204,7 +202,7 @@ class VoiceAssistant(Model):
 
     def emit(self, request: Request, node: str, token: int) -> Sequence[Emitted]:
         """Return what was heard, or for the speaker what was written."""
-        talk = self._talks.get(request.request_id)
+        talk = self._talk_of(request)
         if node in self._hearing:
             found = self._listener.emit(request, node.removeprefix(_LISTEN("")), token)
             if talk is not None:
@@ -219,6 +217,13 @@ class VoiceAssistant(Model):
         if request.finish_reason is not None:
             text += talk.written.finish()
         return [Emitted(name=_ANSWERED, text=text)] if text else ()
+
+    def _talk_of(self, request: Request) -> _Talk | None:
+        """Return what is kept of a request, from its first token on; ``None``: it is no chat."""
+        talk = self._talks.get(request.request_id)
+        if talk is None and (options := assistant_options(request.prepared)) is not None:
+            talk = self._talks[request.request_id] = _Talk(options, list(options.later))
+        return talk
 
     def forget(self, request_id: str) -> None:
         """Drop the talk of a request."""

@@ -102,7 +102,7 @@ def test_request_whose_answer_never_fits_the_pool_is_refused_with_numbers() -> N
     engine = EngineCore(model, replace(SMALL, max_model_len=40))
     # The bound of the context is that of the pool; a resource may still say no by itself.
     kv = engine._runner.resources["kv"]
-    engine.deployment = replace(engine.deployment, max_model_len=100)
+    engine._walker._deployment = replace(engine.deployment, max_model_len=100)
     with pytest.raises(CapacityError, match="11 KV pages of 4 tokens, and the pool has 10"):
         engine.add_request(request("a", [3] * 38, max_tokens=5))
     kv.check()
