@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mstar import models
+from mstar.errors import ConfigError
 from mstar.models.locate import resolve
 from mstar.preprocess.processors import load_processor, load_tokenizer
 from mstar.preprocess.tokenizer import TextTokenizer
@@ -46,6 +47,7 @@ def load_model(
         return models.load_model(
             name, dtype=dtype, device=device, load_format=load_format, progress=progress
         )
+    _check_format(name, load_format)
     loaded: tuple[Model, str] = composite.load(name, dtype=dtype, device=device, progress=progress)
     return loaded
 
@@ -60,6 +62,7 @@ def describe_model(
     composite = _composite(name)
     if composite is None:
         return models.describe_model(name, dtype=dtype, device=device, load_format=load_format)
+    _check_format(name, load_format)
     described: tuple[Description, str] = composite.describe(dtype=dtype, device=device)
     return described
 
@@ -101,6 +104,14 @@ def load_tokenizer_of(where: str) -> TextTokenizer:
     if composite is not None:
         return load_prompting(where)[0]
     return load_tokenizer(Path(where))
+
+
+def _check_format(name: str, load_format: str) -> None:
+    if load_format != "auto":
+        raise ConfigError(
+            f"load_format is {load_format!r}; {name} is put together of built-in models, whose "
+            "weights are there: leave it at auto"
+        )
 
 
 def _composite(name: str) -> ModuleType | None:

@@ -6,16 +6,26 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Self, SupportsIndex, TypeGuard
 
+from mstar.catalog import load_model, load_prompting, locate
 from mstar.engine.engine import EngineCore
-from mstar.engine.output import EngineStats, FinishReason, RequestOutput, TokenLogprobs
+from mstar.engine.output import Emitted, EngineStats, FinishReason, RequestOutput, TokenLogprobs
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import MstarError, RequestError
-from mstar.models import load_model
-from mstar.models.locate import resolve
 from mstar.preprocess.detokenizer import Detokenizer
-from mstar.preprocess.prompt import PromptPreparer, PromptRequest
-from mstar.preprocess.tokenizer import TextTokenizer
+from mstar.preprocess.media.content import sound_source
+from mstar.preprocess.media.limits import MediaLimits
+from mstar.preprocess.media.types import Pixels, Samples
+from mstar.preprocess.processors.base import ChatTask, ImageTask, SpeechTask, TranscriptionTask
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest, item_tokens
+from mstar.preprocess.results import (
+    Sound,
+    Transcript,
+    joined_sound,
+    pictures_of,
+    sounds_of,
+    transcript_of,
+)
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -34,14 +44,45 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that were reused instead of computed."""
+    num_item_tokens: Mapping[str, int]
+    """Prompt tokens that are images, audio or video, by kind."""
+    emitted: tuple[Emitted, ...] = ()
+    """What was given beside tokens."""
+
+    @property
+    def sound(self) -> Sound | None:
+        """What the answer sounds like; ``None``: it was not spoken."""
+        return joined_sound(sounds_of(self.emitted))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """What an answer has more than before."""
+
+    text: str
+    emitted: tuple[Emitted, ...] = ()
+    """What was given beside tokens: sound, or what was heard."""
 
 
 class _Answer:
-    """One answer while it comes in."""
+    """One answer while it comes in.
 
-    def __init__(self, detokenizer: Detokenizer, stop_ids: frozenset[int]) -> None:
+    Args:
+        detokenizer: Makes its text; ``None``: its tokens are no text.
+        stop_ids: Ids that end it.
+        num_item_tokens: Prompt tokens that are media, by kind.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        stop_ids: frozenset[int],
+        num_item_tokens: Mapping[str, int],
+    ) -> None:
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
+        self._num_item_tokens = num_item_tokens
+        self._emitted: list[Emitted] = []
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -63,16 +104,19 @@ class _Answer:
         """Whether a stop string ended it before the engine did."""
         return self.is_done and (self._last is None or self._last.finish_reason is None)
 
-    def push(self, output: RequestOutput) -> str:
-        """Take one output and return the text that is certain now."""
+    def push(self, output: RequestOutput) -> AnswerPiece:
+        """Take one output and return what it adds, text as far as it is certain."""
         self._last = output
         if output.error is not None:
             # Raised where this answer is asked for: the others of the same step go on.
             self._error = MstarError(f"request {output.request_id} failed: {output.error.message}")
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs or ()
+        self._emitted += output.emitted
         ids = output.token_ids
         self._reason = output.finish_reason
+        if self._detokenizer is None:
+            return AnswerPiece("", tuple(output.emitted))
         if self._reason == "stop" and ids and ids[-1] in self._stop_ids:
             ids = ids[:-1]
         text = self._detokenizer.push(ids)
@@ -83,7 +127,7 @@ class _Answer:
             if self._detokenizer.stopped:
                 self._reason = "stop"
         self._pieces.append(text)
-        return text
+        return AnswerPiece(text, tuple(output.emitted))
 
     def completion(self) -> Completion:
         """Return the whole answer."""
@@ -97,6 +141,8 @@ class _Answer:
             finish_reason=self._reason,
             num_prompt_tokens=self._last.num_prompt_tokens,
             num_cached_tokens=self._last.num_cached_tokens,
+            num_item_tokens=self._num_item_tokens,
+            emitted=tuple(self._emitted),
         )
 
 
@@ -113,12 +159,17 @@ class TextStream(Iterator[str]):
         self._is_closed = False
 
     def __next__(self) -> str:
-        text = self._engine._advance(self._request_id)
-        if not text:
-            self.close()
-            self._answer.raise_error()
-            raise StopIteration
-        return text
+        for piece in self.pieces():
+            if piece.text:
+                return piece.text
+        raise StopIteration
+
+    def pieces(self) -> Iterator[AnswerPiece]:
+        """Yield the rest of the answer with what it has beside text, as it comes."""
+        while (piece := self._engine._advance(self._request_id)) is not None:
+            yield piece
+        self.close()
+        self._answer.raise_error()
 
     @property
     def completion(self) -> Completion:
@@ -160,6 +211,7 @@ class Engine:
         model: A folder, a GGUF file, a built-in name or a Hugging Face id.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         deployment: The engine's numbers; its dtype is set from ``dtype``.
+        limits: What images and recordings may cost.
         progress: Called with layers loaded and layers in all.
 
     Raises:
@@ -175,22 +227,26 @@ class Engine:
         *,
         dtype: str = "auto",
         deployment: Deployment | None = None,
+        limits: MediaLimits | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         deployment = deployment or Deployment()
         loaded, dtype = load_model(model, dtype=dtype, device=deployment.device, progress=progress)
         self.core = EngineCore(loaded, replace(deployment, dtype=dtype))
-        self.tokenizer = TextTokenizer.load(resolve(model))
+        self.tokenizer, processor = load_prompting(locate(model))
         self._preparer = PromptPreparer(
             self.tokenizer,
             self.core.deployment.max_model_len,
             self.core.deployment.page_size,
             self.core.root,
             loaded.vocab_size,
+            processor=processor,
+            limits=limits,
         )
         self._stop_ids = loaded.stop_token_ids
         self._answers: dict[str, _Answer] = {}
-        self._texts: dict[str, list[str]] = {}
+        self._pieces: dict[str, list[AnswerPiece]] = {}
+        """Of answers: what nobody has read yet."""
         self._forgotten: list[str] = []
         """Requests whose streams are gone."""
         self._is_closed = False
@@ -235,18 +291,95 @@ class Engine:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
+        task: ChatTask | None = None,
         cache_salt: str | None = None,
         retain_seconds: float = 0.0,
     ) -> Completion:
         """Return the answer to a conversation.
 
         Args:
-            messages: Mappings with ``role`` and ``content``.
+            messages: Mappings with ``role`` and ``content``, which is a text or a list of parts:
+                ``{"type": "text", "text": …}``, ``{"type": "image", "image": …}`` (bytes of a file,
+                an image of PIL, a uint8 array ``[height, width, 3]`` or a data URL) and
+                ``{"type": "audio", "audio": …}`` (bytes of a file, or float samples with ``rate``
+                beside them), as far as the model takes them; OpenAI's parts as well.
             params: How to sample.
+            task: Whether the answer is to be spoken, and by whom.
             cache_salt: Only requests with the same salt reuse each other's computation.
             retain_seconds: As for ``generate``.
         """
-        return self._complete([self._chat_request(messages, params, cache_salt, retain_seconds)])[0]
+        request = self._chat_request(messages, params, cache_salt, retain_seconds)
+        return self._complete([replace(request, task=task)])[0]
+
+    def transcribe(
+        self,
+        audio: bytes | Samples,
+        params: SamplingParams | None = None,
+        *,
+        rate: int | None = None,
+        task: TranscriptionTask | None = None,
+        cache_salt: str | None = None,
+    ) -> Transcript:
+        """Return a recording as text.
+
+        Args:
+            audio: A file's bytes, or samples.
+            params: How to sample; by default the likeliest words.
+            rate: Of samples: how many a second.
+            task: Language, timestamps and what was said before.
+            cache_salt: As for ``generate``.
+        """
+        request = PromptRequest(
+            request_id=self._next_id(),
+            params=SamplingParams(temperature=0.0) if params is None else _as_params(params),
+            audio=sound_source(audio, rate, "audio"),
+            task=task or TranscriptionTask(),
+            cache_salt=cache_salt,
+        )
+        return transcript_of(self._complete([request])[0].emitted)
+
+    def speak(self, text: str, task: SpeechTask | None = None) -> Sound:
+        """Return a text as it sounds.
+
+        Args:
+            text: What is to be said.
+            task: Voice and speed.
+        """
+        request = PromptRequest(
+            request_id=self._next_id(),
+            params=SamplingParams(),
+            text=text,
+            task=task or SpeechTask(),
+        )
+        sound = self._complete([request])[0].sound
+        if sound is None:
+            raise RequestError("there is nothing to be heard of this text", param="input")
+        return sound
+
+    def draw(
+        self,
+        prompt: str,
+        params: SamplingParams | None = None,
+        *,
+        task: ImageTask | None = None,
+        cache_salt: str | None = None,
+    ) -> Pixels:
+        """Return a picture, uint8 ``[height, width, 3]``.
+
+        Args:
+            prompt: What is to be seen.
+            params: How to sample.
+            task: Size, and how closely the prompt is followed.
+            cache_salt: As for ``generate``.
+        """
+        request = PromptRequest(
+            request_id=self._next_id(),
+            params=_as_params(params),
+            text=prompt,
+            task=task or ImageTask(),
+            cache_salt=cache_salt,
+        )
+        return pictures_of(self._complete([request])[0].emitted)[0]
 
     def stream(
         self,
@@ -254,10 +387,14 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        task: ChatTask | None = None,
         cache_salt: str | None = None,
         retain_seconds: float = 0.0,
     ) -> TextStream:
-        """Return the answer to a prompt or a conversation, piece by piece."""
+        """Return the answer to a prompt or a conversation, piece by piece.
+
+        Arguments are those of ``generate`` and ``chat``.
+        """
         if (prompt is None) == (messages is None):
             raise RequestError("give either a prompt or messages", param="prompt")
         if messages is not None:
@@ -265,6 +402,7 @@ class Engine:
         else:
             assert prompt is not None
             request = self._prompt_request(_as_prompt(prompt), params, cache_salt, retain_seconds)
+        request = replace(request, task=task)
         self._start([request])
         return TextStream(self, request.request_id, self._answers[request.request_id])
 
@@ -348,16 +486,20 @@ class Engine:
             raise RuntimeError("the engine is closed; make another one")
         self._drop_forgotten()
         prepared = [self._preparer.prepare(request) for request in requests]
+        is_text = [
+            request.task is None or isinstance(request.task, ChatTask) for request in requests
+        ]
         try:
-            for request in prepared:
+            for request, has_text in zip(prepared, is_text, strict=True):
                 self.core.add_request(request)
                 params = request.params
                 own = frozenset() if params.ignore_eos else self._stop_ids
                 self._answers[request.request_id] = _Answer(
-                    Detokenizer(self.tokenizer, params.stop),
+                    Detokenizer(self.tokenizer, params.stop) if has_text else None,
                     own | frozenset(params.stop_token_ids),
+                    item_tokens(request),
                 )
-                self._texts[request.request_id] = []
+                self._pieces[request.request_id] = []
         except Exception:
             for request in prepared:
                 self._drop(request.request_id)
@@ -369,20 +511,25 @@ class Engine:
             answer = self._answers.get(output.request_id)
             if answer is None:
                 continue
-            self._texts[output.request_id].append(answer.push(output))
+            piece = answer.push(output)
+            if piece.text or piece.emitted:
+                self._pieces[output.request_id].append(piece)
             if answer.is_cut:
                 self.core.abort(output.request_id)
 
-    def _advance(self, request_id: str) -> str:
-        """Run until there is text for one request, and return it; empty at the answer's end."""
-        answer, texts = self._answers.get(request_id), self._texts.get(request_id)
-        if answer is None or texts is None:
-            return ""
-        while not any(texts) and not answer.is_done:
+    def _advance(self, request_id: str) -> AnswerPiece | None:
+        """Run until there is more of one answer, and return it; ``None`` at the answer's end."""
+        answer, pieces = self._answers.get(request_id), self._pieces.get(request_id)
+        if answer is None or pieces is None:
+            return None
+        while not pieces and not answer.is_done:
             self._step()
-        text = "".join(texts)
-        texts.clear()
-        return text
+        if not pieces:
+            return None
+        text = "".join(piece.text for piece in pieces)
+        emitted = tuple(one for piece in pieces for one in piece.emitted)
+        pieces.clear()
+        return AnswerPiece(text, emitted)
 
     def _drop_forgotten(self) -> None:
         while self._forgotten:
@@ -391,7 +538,7 @@ class Engine:
     def _drop(self, request_id: str) -> None:
         self.core.abort(request_id)
         self._answers.pop(request_id, None)
-        self._texts.pop(request_id, None)
+        self._pieces.pop(request_id, None)
 
 
 def _as_prompts(prompts: object) -> list[Prompt]:

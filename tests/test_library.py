@@ -1,5 +1,6 @@
 """The engine in process, as careless users call it."""
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mstar import Engine, SamplingParams
 from mstar.engine.output import ErrorInfo, RequestOutput
 from mstar.engine.resources.base import Deployment
 from mstar.errors import MstarError, RequestError
+from mstar.preprocess.processors.base import ChatTask, ImageTask, TranscriptionTask
+from tests.models import janus_folder
 from tests.server.processes import write_tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -238,3 +242,81 @@ def test_what_is_no_time_to_retain_is_refused_by_name(engine: Engine, seconds: A
     with pytest.raises(RequestError, match="retain_seconds") as caught:
         engine.generate("34", SHORT, retain_seconds=seconds)
     assert caught.value.param == "retain_seconds"
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def janus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("janus")
+    janus_folder.save(folder)
+    with Engine(str(folder), deployment=Deployment(num_pages=128)) as engine:
+        yield engine
+
+
+def _file() -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(PIXELS).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [PIXELS, Image.fromarray(PIXELS), _file()],
+    ids=["array", "PIL", "bytes"],
+)
+def test_images_may_come_as_arrays_pictures_and_files(janus: Engine, image: object) -> None:
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}],
+        }
+    ]
+    answer = janus.chat(messages, SHORT)
+    janus.reset_prefix_cache()
+    usual = {"type": "image", "image": PIXELS}
+    messages[0]["content"] = [usual, {"type": "text", "text": "What is it?"}]
+    assert answer.token_ids == janus.chat(messages, SHORT).token_ids
+    assert answer.num_item_tokens == {"image": janus_folder.SLOTS}
+    assert answer.num_prompt_tokens > janus_folder.SLOTS
+    with janus.stream(messages=messages, params=SHORT) as stream:
+        assert "".join(stream) == answer.text
+    assert stream.completion.num_cached_tokens > 0
+
+
+def test_pictures_are_made_in_process_too(janus: Engine) -> None:
+    picture = janus.draw("a house", SamplingParams(seed=3), task=ImageTask(guidance=2.0))
+    assert picture.dtype == np.uint8
+    assert picture.shape == (8, 8, 3)
+    np.testing.assert_array_equal(
+        picture, janus.draw("a house", SamplingParams(seed=3), task=ImageTask(guidance=2.0))
+    )
+    assert (picture != janus.draw("a mouse", SamplingParams(seed=3))).any()
+
+
+def test_what_a_model_cannot_do_is_said_before_anything_runs(engine: Engine) -> None:
+    silence = np.zeros(1_600, np.float32)
+    with pytest.raises(RequestError, match="writes down no speech"):
+        engine.transcribe(silence, rate=16_000, task=TranscriptionTask(language="de"))
+    with pytest.raises(RequestError, match="does not speak"):
+        engine.speak("hello")
+    with pytest.raises(RequestError, match="makes no pictures"):
+        engine.draw("a house")
+    messages = [{"role": "user", "content": "3"}]
+    with pytest.raises(RequestError, match="answers with text only"):
+        engine.chat(messages, task=ChatTask(modalities=frozenset({"text", "audio"})))
+    assert engine.chat(messages, SHORT, task=ChatTask()).sound is None
+
+
+def test_samples_need_their_rate(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="samples a second as rate"):
+        engine.transcribe(np.zeros(100, np.float32))
+
+
+def test_pieces_of_a_stream_are_its_text_and_what_is_beside_it(engine: Engine) -> None:
+    with engine.stream("A", SamplingParams(max_tokens=8, temperature=0.0)) as stream:
+        pieces = list(stream.pieces())
+    assert "".join(piece.text for piece in pieces) == stream.completion.text
+    assert all(piece.text or piece.emitted for piece in pieces)
+    assert list(stream.pieces()) == []

@@ -10,14 +10,11 @@ from typing import Any
 
 import msgspec
 
+from mstar.catalog import describe_model, load_prompting, locate
 from mstar.engine.request import PreparedRequest
 from mstar.engine.root import RootConstants, root_constants
 from mstar.errors import ConfigError, RequestError
-from mstar.models import describe_model
-from mstar.models.locate import resolve
 from mstar.preprocess.explain import Subject
-from mstar.preprocess.prompt import plain_messages
-from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.config import EngineOptions
 from mstar.server.failures import ApiError
 from mstar.server.protocol import ParsedRequest, ProtocolRules, parse
@@ -108,7 +105,7 @@ class Served:
         self.model = options.model
         self.root, max_model_len, vocab_size = _describe(options)
         self.page_size = int(self.root.constants["page_size"])
-        self.tokenizer = TextTokenizer.load(resolve(options.model))
+        self.tokenizer, self._processor = load_prompting(locate(options.model))
         self._facts = EngineFacts(
             deployment_root=self.root.root,
             root_constants=dict(self.root.constants),
@@ -132,7 +129,7 @@ class Served:
         """
         names = (self.model,) if body.model is None else (body.model,)
         rules = ProtocolRules(model_names=names, trust_chat_template_kwargs=True)
-        worker = Worker(self.tokenizer, rules)
+        worker = Worker(self.tokenizer, rules, self._processor)
         worker.configure(Configure(facts=self._facts))
         answer = worker.handle(
             Prepare(job_id=0, request_id="request", route=body.route, body=body.data)
@@ -143,7 +140,7 @@ class Served:
             parsed = parse(body.route, body.data, rules)
         except ApiError as error:
             raise RequestError(f"{body.path}: {error}") from error
-        rendered, messages = self._rendered(parsed)
+        rendered, messages = _rendered(worker, parsed)
         return [
             Prompt(
                 subject=Subject(
@@ -162,17 +159,9 @@ class Served:
         """Return the text of ids, control tokens included."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _rendered(self, parsed: ParsedRequest) -> tuple[str | None, list[dict[str, Any]]]:
-        if parsed.conversation is None:
-            return None, []
-        messages = plain_messages(parsed.conversation)
-        text = self.tokenizer.render_chat(
-            messages,
-            add_generation_prompt=parsed.add_generation_prompt,
-            continue_final_message=parsed.continue_final_message,
-            **parsed.template_kwargs,
-        )
-        return text, messages
+
+def _rendered(worker: Worker, parsed: ParsedRequest) -> tuple[str | None, list[dict[str, Any]]]:
+    return (None, []) if parsed.conversation is None else worker.render(parsed)
 
 
 def root_of(options: EngineOptions) -> RootConstants:

@@ -200,7 +200,17 @@ def _apart(a: Subject, b: Subject) -> Stop | None:
         differs = Difference(field="cache_salt", a=a.cache_salt, b=b.cache_salt)
         return Stop(page=0, slot=0, reason="differs", differs=differs)
     assert a.prepared.root == b.prepared.root, "the same constants and salt gave two roots"
+    contexts = [_context(subject) for subject in (a, b)]
+    if contexts[0] != contexts[1]:
+        differs = Difference(field="item", name="context", a=contexts[0], b=contexts[1])
+        return Stop(page=0, slot=0, reason="differs", differs=differs)
     return None
+
+
+def _context(subject: Subject) -> str | None:
+    """Return what a prompt attends to from outside; ``None``: nothing."""
+    items = subject.prepared.context
+    return ", ".join(f"{i.kind} of {i.length} slots, {i.digest.hex()}" for i in items) or None
 
 
 def _matched(a: Subject, b: Subject) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mstar.engine.request import PreparedRequest
+from mstar.engine.request import PreparedRequest, context_root
 from mstar.engine.resources.kv.keys import PageItem, end_key, page_items
 from mstar.engine.resources.spans import Span, pairs
 
@@ -40,7 +40,7 @@ def pages_of(prepared: PreparedRequest, page_size: int) -> list[PageView]:
     """
     by_page = page_items(pairs(layout(prepared)), page_size)
     pages = []
-    prev = prepared.root
+    prev = context_root(prepared.root, prepared.context)
     for number, start in enumerate(range(0, len(prepared.token_ids), page_size)):
         ids = prepared.token_ids[start : start + page_size]
         items = tuple(by_page.get(number, ()))

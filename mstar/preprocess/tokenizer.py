@@ -90,11 +90,22 @@ class TextTokenizer:
         _give_back_memory()
         return cls(backend, template)
 
+    @classmethod
+    def empty(cls) -> Self:
+        """Return a tokenizer without a vocabulary, for models that have no tokens."""
+        return cls(Tokenizer(BPE()), _template({}))
+
     @property
     def chat_template(self) -> str | Mapping[str, str] | None:
         """The template, or several by name; ``None`` where the model has none."""
         template: str | Mapping[str, str] | None = self._template.chat_template
         return template
+
+    @cached_property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that a text is cut at first, by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items()}
 
     def min_tokens(self, text: str) -> int:
         """Return how many tokens a text has at least, without encoding it; 0 if unknown."""
@@ -220,7 +231,20 @@ def _load_folder(folder: Path) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
         template = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a broken file makes the package raise Exception itself
         raise WeightsError(f"{file}: not a readable tokenizer: {error}") from error
+    template.chat_template = template.chat_template or _template_beside(folder)
     return template.backend_tokenizer, template
+
+
+def _template_beside(folder: Path) -> str | None:
+    """Return the template that a model with media has in a file of its own, where it has one."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template = json.loads(file.read_bytes())["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise WeightsError(f"{file}: not a readable chat template: {error}") from error
+    return str(template)
 
 
 def _load_gguf(path: Path, cache_dir: Path | None) -> tuple[Tokenizer, PreTrainedTokenizerFast]:

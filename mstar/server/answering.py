@@ -8,19 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.bridge import Bridge, Flight
 from mstar.server.failures import ApiError
-from mstar.server.stream import DONE, KEEP_ALIVE, Answer, event
-from mstar.transport.messages import Route
+from mstar.server.rendering import Rendering
+from mstar.transport.messages import AnswerOptions, Route
 
 logger = logging.getLogger(__name__)
 
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client went away."""
 
@@ -30,33 +25,33 @@ class GeneratingResponse(Response):
 
     Args:
         bridge: To the processes.
-        tokenizer: Of the model.
-        fingerprint: The answer's ``system_fingerprint``.
+        render: Makes what turns the engine's outputs into the answer.
         route: Which kind of request.
         body: The HTTP body.
         answer_id: The answer's ``id``, and the engine's.
+        content_type: Of the body, where it is no JSON.
     """
 
     def __init__(
         self,
         bridge: Bridge,
-        tokenizer: Callable[[], TextTokenizer],
-        fingerprint: str,
+        render: Callable[[AnswerOptions], Rendering],
         *,
         route: Route,
         body: bytes,
         answer_id: str,
+        content_type: str = "",
     ) -> None:
         super().__init__()
         self._bridge = bridge
-        self._tokenizer = tokenizer
-        self._fingerprint = fingerprint
+        self._render = render
         self._route: Route = route
         self._request_body = body
+        self._request_type = content_type
         self._id = answer_id
         self._arrival = time.monotonic()
         self._flight: Flight | None = None
-        self._answer: Answer | None = None
+        self._answer: Rendering | None = None
         self._has_begun = False
         self._status = 200
         self._failure: ApiError | None = None
@@ -82,56 +77,64 @@ class GeneratingResponse(Response):
     async def _work(self, send: Send) -> None:
         try:
             flight = await self._bridge.submit(
-                self._route, self._request_body, self._id, self._arrival
+                self._route, self._request_body, self._id, self._arrival, self._request_type
             )
             self._request_body = b""
             self._flight = flight
-            answer = Answer(self._id, flight.options, self._tokenizer(), self._fingerprint)
+            answer = self._render(flight.options)
             self._answer = answer
             if flight.options.stream:
                 await self._stream(flight, answer, send)
             else:
-                async for _ in self._deltas(flight, answer, None):
+                async for _ in self._pieces(flight, answer, None):
                     pass
-                await self._send_whole(send, 200, answer.whole(), {})
+                # Encoding sound or pictures takes long enough to hold up all other streams.
+                body = await asyncio.to_thread(answer.whole) if answer.is_heavy else answer.whole()
+                await self._send_whole(send, 200, body, {"content-type": answer.content_type})
         except ApiError as failure:
             self._failure, self._status = failure, failure.status
             if not self._has_begun:
                 await self._send_whole(send, failure.status, failure.body(), failure.headers)
-            else:
-                await _send_body(send, event(failure.body()) + DONE, is_last=True)
+                return
+            assert self._answer is not None
+            last_words = self._answer.failing(failure.body())
+            # Without a word for it, the answer stays unfinished, which clients notice.
+            if last_words is not None:
+                await _send_body(send, last_words, is_last=True)
 
-    async def _stream(self, flight: Flight, answer: Answer, send: Send) -> None:
-        await self._send_head(send, 200, _STREAM_HEADERS)
-        await _send_body(send, answer.opening())
-        async for data in self._deltas(flight, answer, self._bridge.config.keep_alive or None):
+    async def _stream(self, flight: Flight, answer: Rendering, send: Send) -> None:
+        headers = _STREAM_HEADERS | {"content-type": answer.content_type}
+        keep_alive = self._bridge.config.keep_alive if answer.keep_alive else 0.0
+        if opening := answer.opening():
+            await self._send_head(send, 200, headers)
+            await _send_body(send, opening)
+        async for data in self._pieces(flight, answer, keep_alive or None):
+            if not self._has_begun:
+                await self._send_head(send, 200, headers)
             await _send_body(send, data)
-        await _send_body(send, answer.closing() + DONE, is_last=True)
+        closing = answer.closing()
+        if not self._has_begun:
+            await self._send_head(send, 200, headers)
+        await _send_body(send, closing, is_last=True)
 
-    async def _deltas(
-        self, flight: Flight, answer: Answer, keep_alive: float | None
+    async def _pieces(
+        self, flight: Flight, answer: Rendering, keep_alive: float | None
     ) -> AsyncIterator[bytes]:
         """Yield what goes out, until every choice has ended."""
-        is_streamed = flight.options.stream
         while answer.num_open:
             batch = await flight.take(keep_alive)
             if not batch:
-                yield KEEP_ALIVE
+                yield answer.keep_alive
                 continue
-            events = []
+            pieces = []
             for index, output in batch:
-                choice = answer.choices[index]
-                if choice.finish_reason is not None:
+                if not answer.is_open(index):
                     # It ended at a stop string, and this was on its way already.
                     continue
-                delta = answer.push(index, output)
-                if choice.hit_stop_string:
+                pieces.append(answer.take(index, output))
+                if answer.is_cut(index):
                     self._bridge.finish_by_stop_string(flight, index)
-                if is_streamed:
-                    events.append(answer.chunk(index, delta))
-                else:
-                    choice.keep(delta)
-            if data := b"".join(events):
+            if data := b"".join(pieces):
                 yield data
 
     async def _send_head(self, send: Send, status: int, headers: dict[str, str]) -> None:
@@ -150,14 +153,13 @@ class GeneratingResponse(Response):
         now = time.monotonic()
         usage = "nothing ran"
         if self._answer is not None and self._flight is not None:
-            counts = self._answer.usage()
+            counts = self._answer.counts()
             first = self._flight.first_token
             ttft = "-" if first is None else f"{1000 * (first - self._arrival):.0f} ms"
-            reasons = ",".join(str(c.finish_reason or "abort") for c in self._answer.choices[:8])
+            reasons = ",".join(str(r or "abort") for r in self._answer.finish_reasons()[:8])
             usage = (
-                f"tokens in {counts['prompt_tokens']} "
-                f"cached {counts['prompt_tokens_details']['cached_tokens']} "
-                f"out {counts['completion_tokens']}, first token {ttft}, ended by {reasons}"
+                f"tokens in {counts.num_prompt} cached {counts.num_cached} "
+                f"out {counts.num_completion}, first token {ttft}, ended by {reasons}"
             )
         why = "" if self._failure is None else f" {self._failure.error.code}"
         logger.info(

@@ -16,13 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.answering import CLIENT_CLOSED, GeneratingResponse
-from mstar.server.bodies import json_answer, json_error, read_body
+from mstar.server.audio_routes import add_audio_routes
+from mstar.server.bodies import json_answer, json_body, json_error, read_body
 from mstar.server.bridge import Bridge
 from mstar.server.cache_routes import add_cache_routes
 from mstar.server.failures import ApiError, clip
+from mstar.server.image_routes import add_image_routes
 from mstar.server.metrics import CONTENT_TYPE
 from mstar.server.protocol import request_schema
-from mstar.transport.messages import Route
+from mstar.server.rendering import Rendering
+from mstar.server.stream import Answer
+from mstar.transport.messages import AnswerOptions, Route
 from mstar.version import __version__
 
 _OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -80,7 +84,10 @@ def _model_json(bridge: Bridge, name: str, created: int) -> dict[str, Any]:
         "root": bridge.config.engine.model,
         "parent": None,
         "max_model_len": None if facts is None else facts.max_model_len,
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "architecture": {
+            "input_modalities": bridge.pool.abilities.input_modalities,
+            "output_modalities": bridge.pool.abilities.output_modalities,
+        },
     }
 
 
@@ -97,18 +104,18 @@ def create_app(bridge: Bridge, tokenizer: Callable[[], TextTokenizer], fingerpri
     _add_errors(app)
     _add_probes(app, bridge)
     add_cache_routes(app, bridge, tokenizer)
+    add_audio_routes(app, bridge)
+    add_image_routes(app, bridge)
 
     def generating(route: Route, prefix: str) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
-            body = await read_body(request)
-            return GeneratingResponse(
-                bridge,
-                tokenizer,
-                fingerprint,
-                route=route,
-                body=body,
-                answer_id=f"{prefix}-{secrets.token_hex(12)}",
-            )
+            body = await read_body(request, bridge.config.max_body_nbytes)
+            answer_id = f"{prefix}-{secrets.token_hex(12)}"
+
+            def render(options: AnswerOptions) -> Rendering:
+                return Answer(answer_id, options, tokenizer(), fingerprint)
+
+            return GeneratingResponse(bridge, render, route=route, body=body, answer_id=answer_id)
 
         return endpoint
 
@@ -117,14 +124,13 @@ def create_app(bridge: Bridge, tokenizer: Callable[[], TextTokenizer], fingerpri
         ("/v1/completions", "completion", "cmpl"),
     )
     for path, route, prefix in routes:
-        content = {"application/json": {"schema": request_schema(route)}}
         app.add_api_route(
             path,
             generating(route, prefix),
             methods=["POST"],
             name=route,
             response_model=None,
-            openapi_extra={"requestBody": {"content": content, "required": True}},
+            openapi_extra=json_body(request_schema(route)),
         )
 
     @app.get("/v1/models", response_model=None)

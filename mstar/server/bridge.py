@@ -164,6 +164,7 @@ class Bridge:
                 model_path=model_path,
                 model_names=config.model_names,
                 trust_chat_template_kwargs=config.trust_chat_template_kwargs,
+                media=config.media,
                 log_level=config.log_level,
             ),
             config.num_workers,
@@ -227,15 +228,24 @@ class Bridge:
         """Return once nothing is in flight."""
         await self._idle.wait()
 
-    async def submit(self, route: Route, body: bytes, request_id: str, arrival: float) -> Flight:
+    async def submit(
+        self, route: Route, body: bytes, request_id: str, arrival: float, content_type: str = ""
+    ) -> Flight:
         """Bring a request into the engine; returns once it is queued there.
+
+        Args:
+            route: Which kind of request.
+            body: The HTTP body.
+            request_id: The engine's ids begin with it.
+            arrival: When it came, monotonic, in seconds.
+            content_type: Of the body, where it is no JSON.
 
         Raises:
             ApiError: If it is wrong, or cannot be served now.
         """
         self._admit()
         with self._preparing():
-            prepared = await self.pool.prepare(request_id, route, body)
+            prepared = await self.pool.prepare(request_id, route, body, content_type)
             self._require_engine()
             flight = Flight(prepared.request_ids, prepared.options, arrival)
             for index, engine_id in enumerate(prepared.request_ids):
@@ -355,6 +365,8 @@ class Bridge:
 
     def _output(self, lane: _Lane, output: RequestOutput, now: float) -> None:
         metrics, flight = self.metrics, lane.flight
+        if flight.first_token is None and output.emitted:
+            flight.first_token = now
         if output.token_ids:
             if lane.last_token is None:
                 self._num_unstarted -= 1

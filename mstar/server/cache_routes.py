@@ -38,7 +38,8 @@ def add_cache_routes(app: FastAPI, bridge: Bridge, tokenizer: Callable[[], TextT
 
     @app.post("/v1/cache/explain", response_model=None)
     async def explain(request: Request) -> Response:
-        return explained(await bridge.explain(await read_body(request)))
+        body = await read_body(request, bridge.config.max_body_nbytes)
+        return explained(await bridge.explain(body))
 
     @app.get("/v1/cache/explain/{answer_id}", response_model=None)
     async def explain_answer(answer_id: str) -> Response:

@@ -6,8 +6,9 @@ from typing import Any
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError
 from mstar.models.files import default_cache_dir
+from mstar.preprocess.media.limits import MediaLimits
 
-MAX_BODY_NBYTES = 32 * 2**20
+_MEDIA_LIMITS = MediaLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +126,20 @@ class ServerConfig:
     """Silence of a stream after which a comment is sent, in seconds."""
     trust_chat_template_kwargs: bool = False
     """Requests may set variables of the chat template."""
+    max_body_nbytes: int = 64 * 2**20
+    """Bytes of one request's body; a recording of 25 MiB or pictures of several cameras fit."""
+    media: MediaLimits = _MEDIA_LIMITS
+    """What images and recordings of requests may cost."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must lie between 0 and 65535")
-        for name, low in (("num_workers", 1), ("max_num_queued_reqs", 1)):
+        for name, low in (
+            ("num_workers", 1),
+            ("max_num_queued_reqs", 1),
+            ("max_body_nbytes", 1024),
+        ):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} is {value}; it must be at least {low}")

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from mstar.catalog import load_model
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, ErrorInfo
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.kv.explain import ReuseReport
 from mstar.errors import MstarError, RequestError, StorageError
-from mstar.models import load_model
 from mstar.server.child import become_child
 from mstar.server.config import EngineOptions
 from mstar.server.logs import configure_logging

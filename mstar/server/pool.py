@@ -12,6 +12,7 @@ from mstar.server.child import Child, Launcher
 from mstar.server.failures import ApiError
 from mstar.server.worker import WorkerSettings
 from mstar.transport.messages import (
+    Abilities,
     Configure,
     EngineFacts,
     FromWorker,
@@ -76,6 +77,8 @@ class WorkerPool:
         self._on_change = on_change
         self._on_death = on_death
         self._on_fatal = on_fatal
+        self.abilities = Abilities()
+        """What the model can be asked for, as the workers say."""
         self._facts: EngineFacts | None = None
         self._workers: list[_Worker] = []
         self._backoff = Backoff(longest=10.0, healthy=10.0)
@@ -107,13 +110,21 @@ class WorkerPool:
             self._configure(worker)
         self._dispatch()
 
-    async def prepare(self, request_id: str, route: Route | None, body: bytes) -> Prepared:
+    async def prepare(
+        self, request_id: str, route: Route | None, body: bytes, content_type: str = ""
+    ) -> Prepared:
         """Return the requests that ``body`` asks for.
 
         Raises:
             ApiError: If the body is wrong, or workers die over it.
         """
-        message = Prepare(job_id=next(self._job_ids), request_id=request_id, route=route, body=body)
+        message = Prepare(
+            job_id=next(self._job_ids),
+            request_id=request_id,
+            route=route,
+            body=body,
+            content_type=content_type,
+        )
         job = _Job(message, asyncio.get_running_loop().create_future())
         self._queue.append(job)
         self._dispatch()
@@ -148,6 +159,7 @@ class WorkerPool:
             case WorkerReady():
                 worker.is_loaded = True
                 self._was_ready = True
+                self.abilities = message.abilities
                 self._backoff.born()
                 self._configure(worker)
             case LoadFailed():

@@ -28,6 +28,10 @@ _TTL = re.compile(r"([0-9]{1,9})([smh])")
 _TTL_UNITS = {"s": 1, "m": 60, "h": 3600}
 _MAX_TTL = 365 * 24 * 3600
 
+STREAMED_FORMATS = ("pcm16", "pcm", "wav")
+"""Formats of sound that go out piece by piece."""
+SOUND_FORMATS = ("wav", "pcm16", "pcm", "flac", "mp3", "opus")
+
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
@@ -86,6 +90,13 @@ class _CommonRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
 
+class ChatAudio(msgspec.Struct, kw_only=True):
+    """How an answer is to be spoken."""
+
+    voice: str | dict[str, Any] | None = None
+    format: str = "wav"
+
+
 class ChatRequest(_CommonRequest, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
@@ -96,6 +107,8 @@ class ChatRequest(_CommonRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: ChatAudio | None = None
 
 
 class CompletionRequest(_CommonRequest, kw_only=True):
@@ -127,6 +140,11 @@ class ParsedRequest:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    modalities: frozenset[str]
+    """What the answer is to consist of: ``text``, ``audio``."""
+    voice: str | None
+    sound_format: str | None
+    """Of the answer's sound; ``None``: it is not spoken."""
     names: Mapping[str, str]
     """Fields that the user wrote under another name, by the engine's name."""
     unknown_fields: list[str]
@@ -164,8 +182,6 @@ _UNSERVED: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "modalities": (["text"],),
-    "audio": (),
     "prediction": (),
     "prompt_logprobs": (0, False),
     "truncate_prompt_tokens": (),
@@ -194,7 +210,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
             is unknown.
         RequestError: If a sampling value is out of its range.
     """
-    fields = _fields(body)
+    fields = json_fields(body)
     unserved(fields)
     kind: type[ChatRequest | CompletionRequest]
     kind = ChatRequest if route == "chat" else CompletionRequest
@@ -202,8 +218,8 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
     try:
         request = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _wrong_type(error) from None
-    _check_model(request.model, rules.model_names)
+        raise wrong_type(error) from None
+    check_model(request.model, rules.model_names)
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options needs stream to be true", "stream_options")
     conversation: list[dict[str, Any]] | None = None
@@ -253,6 +269,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         return_token_ids=bool(request.return_token_ids),
+        **_sound(request),
         names=_names(request),
         unknown_fields=[
             clip(name, 64)
@@ -268,7 +285,7 @@ def route_of(body: bytes) -> Route:
     Raises:
         ApiError: If it is for none, or for both.
     """
-    fields = _fields(body)
+    fields = json_fields(body)
     if ("messages" in fields) == ("prompt" in fields):
         which = "both" if "prompt" in fields else "neither"
         raise _bad(
@@ -281,7 +298,11 @@ def route_of(body: bytes) -> Route:
 
 def request_schema(route: Route) -> dict[str, Any]:
     """Return the JSON schema of a route's body."""
-    kind = ChatRequest if route == "chat" else CompletionRequest
+    return schema_of(ChatRequest if route == "chat" else CompletionRequest)
+
+
+def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a body, with nothing that refers elsewhere."""
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     inlined = _inline(schema, parts)
     assert isinstance(inlined, dict)
@@ -303,7 +324,12 @@ def _bad(message: str, param: str | None = None, code: str | None = None) -> Api
     return ApiError(400, message, param=param, code=code)
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def json_fields(body: bytes) -> dict[str, Any]:
+    """Return a body's fields.
+
+    Raises:
+        ApiError: If it is no JSON object.
+    """
     try:
         fields = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
@@ -340,7 +366,7 @@ _AT = re.compile(r"^(?P<what>.*?) - at `(?P<where>.*)`$", re.DOTALL)
 _PATH = re.compile(r"\$\.?|\[\.\.\.\]|^key` in `")
 
 
-def _wrong_type(error: msgspec.ValidationError) -> ApiError:
+def wrong_type(error: msgspec.ValidationError) -> ApiError:
     """Return msgspec's complaint (which never repeats the input's values) with its field."""
     text = str(error)
     found = _AT.match(text)
@@ -355,7 +381,12 @@ def _wrong_type(error: msgspec.ValidationError) -> ApiError:
     return _bad(message, re.split(r"[.\[]", where)[0] or None, "invalid_type")
 
 
-def _check_model(name: str | None, known: Sequence[str]) -> None:
+def check_model(name: str | None, known: Sequence[str]) -> None:
+    """Verify the name of the model.
+
+    Raises:
+        ApiError: If it is not served here.
+    """
     if name and name not in known:
         raise ApiError(
             404,
@@ -387,20 +418,9 @@ def _message(message: ChatMessage, index: int) -> dict[str, Any]:
     elif isinstance(message.content, str):
         fields["content"] = message.content
     else:
-        for part in message.content:
-            _check_part(part, where)
+        # Which parts the model takes is known where the prompt is made.
         fields["content"] = message.content
     return fields
-
-
-def _check_part(part: Mapping[str, Any], where: str) -> None:
-    kind = part.get("type")
-    if kind not in ("text", "input_text", "output_text"):
-        raise _bad(
-            f"{where}: this model takes text only, not parts of type {clip(repr(kind), 60)}",
-            "messages",
-            "unsupported_content",
-        )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -450,6 +470,59 @@ def _retain_seconds(control: CacheControl | None) -> float:
             "cache_control",
         )
     return float(seconds)
+
+
+def _sound(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """Return the fields that say how an answer is to be spoken, if it is."""
+    plain = {"modalities": frozenset({"text"}), "voice": None, "sound_format": None}
+    if not isinstance(request, ChatRequest):
+        return plain
+    modalities = frozenset(request.modalities or ["text"])
+    if unknown := modalities - {"text", "audio"}:
+        raise _bad(
+            f"modalities has {clip(repr(min(unknown)), 60)}; it may have 'text' and 'audio'",
+            "modalities",
+        )
+    if "text" not in modalities:
+        message = "modalities lacks 'text': what is spoken is written first"
+        raise _bad(message, "modalities", "unsupported_parameter")
+    if "audio" not in modalities:
+        if request.audio is not None:
+            raise _bad("audio needs modalities to have 'audio'", "audio")
+        return plain
+    audio = request.audio or ChatAudio()
+    formats = STREAMED_FORMATS if request.stream else SOUND_FORMATS
+    return {
+        "modalities": modalities,
+        "voice": voice_of(audio.voice, "audio"),
+        "sound_format": choice_of(audio.format, formats, "audio.format"),
+    }
+
+
+def voice_of(voice: str | Mapping[str, Any] | None, param: str) -> str | None:
+    """Return the name of a voice, which may stand in an object.
+
+    Raises:
+        ApiError: If the object has no name.
+    """
+    if isinstance(voice, Mapping):
+        voice = voice.get("id", voice.get("name"))
+        if not isinstance(voice, str):
+            raise _bad("the voice has no name; give it as a string", param)
+    # An empty one asks for the model's own, as no name does.
+    return voice or None
+
+
+def choice_of(value: str, known: Sequence[str], param: str) -> str:
+    """Return one of several known values.
+
+    Raises:
+        ApiError: If it is none of them.
+    """
+    if value not in known:
+        shown = ", ".join(known)
+        raise _bad(f"{param} is {clip(repr(value), 60)}; it must be one of {shown}", param)
+    return value
 
 
 def _params(request: ChatRequest | CompletionRequest) -> SamplingParams:

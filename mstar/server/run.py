@@ -18,9 +18,9 @@ from typing import Any
 import uvicorn
 import zmq.asyncio
 
+from mstar.catalog import load_tokenizer_of, locate
 from mstar.engine.output import EngineStats
 from mstar.errors import ConfigError
-from mstar.models.locate import resolve
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.app import create_app
 from mstar.server.bridge import Bridge
@@ -102,16 +102,16 @@ class _Server:
         folder = _socket_folder()
         context = zmq.asyncio.Context()
         try:
-            path = await asyncio.to_thread(resolve, config.engine.model)
+            path = await asyncio.to_thread(locate, config.engine.model)
             logger.info("listening at %s, not ready yet", self._url)
-            bridge = Bridge(config, str(path), Launcher(context, folder))
+            bridge = Bridge(config, path, Launcher(context, folder))
             return await self._serve(bridge, path, listener)
         finally:
             listener.close()
             context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _serve(self, bridge: Bridge, path: Path, listener: socket.socket) -> int:
+    async def _serve(self, bridge: Bridge, path: str, listener: socket.socket) -> int:
         app = create_app(bridge, self._get_tokenizer, _system_fingerprint(self._config))
         http = _HttpServer(
             uvicorn.Config(
@@ -197,9 +197,9 @@ class _Server:
         assert self._tokenizer is not None, "a request came before the tokenizer was loaded"
         return self._tokenizer
 
-    async def _load_tokenizer(self, bridge: Bridge, path: Path) -> None:
+    async def _load_tokenizer(self, bridge: Bridge, path: str) -> None:
         # A broken tokenizer is reported by the workers, which load the same one.
-        self._tokenizer = await asyncio.to_thread(TextTokenizer.load, path)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer_of, path)
         bridge.tokenizer_loaded()
 
     async def _announce(self, bridge: Bridge) -> None:

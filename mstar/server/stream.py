@@ -1,4 +1,4 @@
-"""From engine outputs to the JSON of answers: text, log-probabilities, usage and chunks."""
+"""From engine outputs to the JSON of chats and completions: text, sound, usage and chunks."""
 
 import time
 from collections.abc import Sequence
@@ -11,18 +11,22 @@ from mstar.engine.output import FinishReason, RequestOutput
 from mstar.engine.resources.sampler.config import TokenLogprobs
 from mstar.preprocess.detokenizer import Detokenizer
 from mstar.preprocess.tokenizer import TextTokenizer
+from mstar.server.rendering import DONE, EVENT_STREAM, Counts, Rendering, event
+from mstar.server.spoken import SpokenPart
 from mstar.transport.messages import AnswerOptions
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 _LOWEST_LOGPROB = -9999.0
 
 Json = dict[str, Any]
 
 
-def event(data: bytes) -> bytes:
-    """Return one server-sent event around JSON."""
-    return b"data: " + data + b"\n\n"
+def item_counts(options: AnswerOptions) -> dict[str, int]:
+    """Return the prompts' tokens that are media, as clients name them; none are left out."""
+    kinds = dict.fromkeys(kind for counts in options.num_item_tokens for kind in counts)
+    return {
+        f"{kind}_tokens": sum(counts.get(kind, 0) for counts in options.num_item_tokens)
+        for kind in kinds
+    }
 
 
 def _finite(logprob: float) -> float:
@@ -38,6 +42,8 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
+    spoken: Json
+    """What it adds beside text: fields of a message."""
 
 
 class Choice:
@@ -59,8 +65,11 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.num_prompt_tokens = 0
+        """Of the prompt that is answered, which the engine may have written itself."""
         self.num_cached_tokens = 0
         self.num_tokens = 0
+        self.spoken = SpokenPart("wav" if options.media is None else options.media.format)
 
     @property
     def hit_stop_string(self) -> bool:
@@ -69,6 +78,7 @@ class Choice:
 
     def push(self, output: RequestOutput) -> Delta:
         """Take one output in and return what it adds."""
+        self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
         ids = output.token_ids
         reason = output.finish_reason
@@ -90,6 +100,7 @@ class Choice:
             ids[:num_taken],
             [] if output.logprobs is None else output.logprobs[:num_visible],
             reason,
+            self.spoken.take(output.emitted) if output.emitted else {},
         )
         self.num_tokens += num_taken
         self.finish_reason = reason
@@ -102,7 +113,7 @@ class Choice:
         self.logprobs += delta.logprobs
 
 
-class Answer:
+class Answer(Rendering):
     """The JSON of one HTTP request's answer, whole or in chunks.
 
     Args:
@@ -118,6 +129,8 @@ class Answer:
         self._options = options
         self._tokenizer = tokenizer
         self._is_chat = options.route == "chat"
+        self.content_type = EVENT_STREAM if options.stream else "application/json"
+        self.is_heavy = options.media is not None
         num_choices = options.num_choices * len(options.num_prompt_tokens)
         self.choices = [Choice(tokenizer, options) for _ in range(num_choices)]
         self.num_open = num_choices
@@ -141,17 +154,49 @@ class Answer:
             self.num_open -= 1
         return delta
 
-    def usage(self) -> Json:
-        """Return the tokens so far; a prompt counts once, whatever ``n`` is."""
-        num_prompt = sum(self._options.num_prompt_tokens)
-        num_completion = sum(choice.num_tokens for choice in self.choices)
+    def take(self, index: int, output: RequestOutput) -> bytes:
+        """Take in an output of choice ``index``; returns the events that carry it."""
+        delta = self.push(index, output)
+        if self._options.stream:
+            return self.chunk(index, delta)
+        self.choices[index].keep(delta)
+        return b""
+
+    def is_open(self, index: int) -> bool:
+        """Tell whether choice ``index`` goes on."""
+        return self.choices[index].finish_reason is None
+
+    def is_cut(self, index: int) -> bool:
+        """Tell whether choice ``index`` ended at a stop string."""
+        return self.choices[index].hit_stop_string
+
+    def finish_reasons(self) -> Sequence[FinishReason | None]:
+        """Return why each choice has ended."""
+        return [choice.finish_reason for choice in self.choices]
+
+    def counts(self) -> Counts:
+        """Return the tokens so far."""
         first = self.choices[:: self._options.num_choices]
+        num_prompt = sum(self._options.num_prompt_tokens)
+        if self._options.num_context_tokens:
+            # What was heard comes first; the prompt with the words in it is known afterwards.
+            num_prompt = first[0].num_prompt_tokens + self._options.num_context_tokens
+        return Counts(
+            num_prompt=num_prompt,
+            num_cached=sum(choice.num_cached_tokens for choice in first),
+            num_completion=sum(choice.num_tokens for choice in self.choices),
+        )
+
+    def usage(self) -> Json:
+        """Return the tokens so far, as clients read them."""
+        counts = self.counts()
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens": counts.num_prompt,
+            "completion_tokens": counts.num_completion,
+            "total_tokens": counts.num_prompt + counts.num_completion,
             "prompt_tokens_details": {
-                "cached_tokens": sum(choice.num_cached_tokens for choice in first)
+                "cached_tokens": counts.num_cached,
+                **item_counts(self._options),
             },
         }
 
@@ -159,10 +204,11 @@ class Answer:
         """Return the body of an answer that is not streamed."""
         choices = []
         for index, choice in enumerate(self.choices):
-            delta = Delta(choice.text, choice.token_ids, choice.logprobs, choice.finish_reason)
+            delta = Delta(choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, {})
             item = self._choice(index, delta)
             if self._is_chat:
                 item["message"] = {"role": "assistant", "content": choice.text}
+                item["message"] |= choice.spoken.whole(choice.text)
             choices.append(item)
         body: Json = {**self._head, "choices": choices, "usage": self.usage()}
         if self._options.prompt_token_ids is not None and self._is_chat:
@@ -189,19 +235,20 @@ class Answer:
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """Return the event that carries ``delta``; none where it would say nothing."""
-        silent = not delta.text and not delta.logprobs and delta.finish_reason is None
+        silent = not (delta.text or delta.logprobs or delta.spoken) and delta.finish_reason is None
         if silent and not self._options.return_token_ids:
             return b""
         item = self._choice(index, delta)
         if self._is_chat:
-            item["delta"] = {"content": delta.text} if delta.text else {}
+            item["delta"] = ({"content": delta.text} if delta.text else {}) | delta.spoken
         return self._chunk([item], {})
 
     def closing(self) -> bytes:
-        """Return the events that a stream ends with, ``[DONE]`` not among them."""
+        """Return the events that a stream ends with."""
         if not self._options.include_usage:
-            return b""
-        return event(msgspec.json.encode({**self._head, "choices": [], "usage": self.usage()}))
+            return DONE
+        usage: Json = {**self._head, "choices": [], "usage": self.usage()}
+        return event(msgspec.json.encode(usage)) + DONE
 
     def _chunk(self, choices: list[Json], extra: Json) -> bytes:
         body: Json = {**self._head, "choices": choices, **extra}

@@ -2,19 +2,24 @@
 
 import logging
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from mstar.catalog import load_prompting
 from mstar.engine.output import ErrorInfo
 from mstar.engine.request import PreparedRequest
 from mstar.errors import MstarError, RequestError
-from mstar.preprocess.prompt import PromptPreparer, PromptRequest
+from mstar.preprocess.media.limits import MediaLimits
+from mstar.preprocess.processors.base import ChatTask, tasks_of
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest, item_tokens
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.child import become_child
 from mstar.server.failures import ApiError
 from mstar.server.logs import configure_logging
+from mstar.server.media_jobs import MEDIA_ROUTES, read_job
 from mstar.server.protocol import (
     ParsedRequest,
     ProtocolRules,
@@ -24,9 +29,11 @@ from mstar.server.protocol import (
 )
 from mstar.transport.channel import ChildChannel
 from mstar.transport.messages import (
+    Abilities,
     AnswerOptions,
     Configure,
     LoadFailed,
+    MediaOptions,
     Prepare,
     Prepared,
     PrepareFailed,
@@ -40,6 +47,7 @@ from mstar.transport.messages import (
 logger = logging.getLogger("mstar.server.worker")
 
 _MAX_KNOWN_FIELDS = 100
+_MEDIA_LIMITS = MediaLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +55,13 @@ class WorkerSettings:
     """What a worker is started with."""
 
     model_path: str
-    """Folder or file with the tokenizer."""
+    """Folder or file with the tokenizer, or the name of a model put together of several."""
     model_names: tuple[str, ...]
     """Names that requests may use."""
     trust_chat_template_kwargs: bool
     log_level: str
+    media: MediaLimits = _MEDIA_LIMITS
+    """What images and recordings may cost."""
 
 
 class Worker:
@@ -60,11 +70,21 @@ class Worker:
     Args:
         tokenizer: Of the model.
         rules: What requests may do.
+        processor: Of the model, where it is one for more than text.
+        limits: What media may cost.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, rules: ProtocolRules) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        rules: ProtocolRules,
+        processor: object | None = None,
+        limits: MediaLimits | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._rules = rules
+        self._processor = processor
+        self._limits = limits
         self._preparer: PromptPreparer | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._warned: set[str] = set()
@@ -78,6 +98,8 @@ class Worker:
             facts.page_size,
             facts.deployment_root,
             facts.vocab_size,
+            processor=self._processor,
+            limits=self._limits,
         )
 
     def handle(self, job: Prepare) -> Prepared | PrepareFailed:
@@ -95,9 +117,21 @@ class Worker:
             info = ErrorInfo(f"preparing request {job.request_id} failed", "internal_error")
             return PrepareFailed(job_id=job.job_id, status=500, error=info)
 
+    def render(self, parsed: ParsedRequest) -> tuple[str, list[dict[str, Any]]]:
+        """Return a chat as the template writes it, and the messages as the template is given them.
+
+        Raises:
+            RequestError: If the messages are wrong.
+        """
+        assert self._preparer is not None, "a chat came before the engine's numbers"
+        (request,) = _prompt_requests("", parsed)
+        return self._preparer.render(request)
+
     def _prepare(self, job: Prepare) -> Prepared:
         assert self._preparer is not None, "a job came before the engine's numbers"
         route = job.route or route_of(job.body)
+        if route in MEDIA_ROUTES:
+            return self._prepare_media(job, self._preparer)
         parsed = parse(route, job.body, self._rules)
         self._warn(parsed.unknown_fields)
         requests = _prompt_requests(job.request_id, parsed)
@@ -105,9 +139,21 @@ class Worker:
             prompts = [self._preparer.prepare(request) for request in requests]
         except RequestError as error:
             raise in_users_words(error, parsed.names) from None
+        options = _options(route, parsed, prompts, self._rules.model_names[0])
+        return self._prepared(job, prompts, options)
+
+    def _prepare_media(self, job: Prepare, preparer: PromptPreparer) -> Prepared:
+        asked = read_job(job, self._rules)
+        self._warn(asked.unknown_fields)
+        prompt = preparer.prepare(asked.request)
+        return self._prepared(job, [prompt], asked.options(prompt, self._rules.model_names[0]))
+
+    def _prepared(
+        self, job: Prepare, prompts: list[PreparedRequest], options: AnswerOptions
+    ) -> Prepared:
         request_ids, blobs = [], []
         for prompt in prompts:
-            for place in range(parsed.num_choices):
+            for place in range(options.num_choices):
                 request = _choice(prompt, place)
                 request_ids.append(request.request_id)
                 blobs.append(self._encoder.encode(request))
@@ -115,10 +161,10 @@ class Worker:
             job_id=job.job_id,
             request_ids=request_ids,
             requests=blobs,
-            options=_options(route, parsed, prompts, self._rules.model_names[0]),
+            options=options,
         )
 
-    def _warn(self, fields: list[str]) -> None:
+    def _warn(self, fields: Sequence[str]) -> None:
         for name in fields:
             if name not in self._warned and len(self._warned) < _MAX_KNOWN_FIELDS:
                 self._warned.add(name)
@@ -132,6 +178,7 @@ def _prompt_requests(request_id: str, parsed: ParsedRequest) -> list[PromptReque
                 request_id=request_id,
                 params=parsed.params,
                 messages=parsed.conversation,
+                task=ChatTask(modalities=parsed.modalities, voice=parsed.voice),
                 cache_salt=parsed.cache_salt,
                 retain_seconds=parsed.retain_seconds,
                 template_kwargs=parsed.template_kwargs,
@@ -184,6 +231,28 @@ def _options(
         prompt_token_ids=(
             [prompt.token_ids for prompt in prompts] if parsed.return_token_ids else None
         ),
+        num_item_tokens=[item_tokens(prompt) for prompt in prompts],
+        num_context_tokens=sum(item.length for item in prompts[0].context),
+        media=None if parsed.sound_format is None else MediaOptions(format=parsed.sound_format),
+    )
+
+
+def abilities_of(processor: object | None) -> Abilities:
+    """Return what a model with this processor can be asked for; ``None`` is one of text only."""
+    tasks = tasks_of(processor)
+    kinds: frozenset[str] = getattr(processor, "kinds", frozenset())
+    modalities: frozenset[str] = getattr(processor, "modalities", frozenset())
+    reads_text = tasks - {"transcription"}
+    heard = {"audio"} if "transcription" in tasks else set()
+    made = {"speech": "audio", "image": "image"}
+    writes_text = tasks - made.keys()
+    return Abilities(
+        tasks=tuple(sorted(tasks)),
+        input_modalities=(*(["text"] if reads_text else []), *sorted(kinds | heard)),
+        output_modalities=(
+            *(["text"] if writes_text else []),
+            *sorted((modalities - {"text"}) | {made[task] for task in tasks & made.keys()}),
+        ),
     )
 
 
@@ -193,7 +262,7 @@ def main() -> None:
     configure_logging(settings.log_level)
     channel: ChildChannel[ToWorker] = ChildChannel(endpoint, ToWorker)  # type: ignore[arg-type]
     try:
-        tokenizer = TextTokenizer.load(Path(settings.model_path))
+        tokenizer, processor = load_prompting(settings.model_path)
     except MstarError as error:
         channel.send(LoadFailed(error=str(error), is_users_error=True))
         channel.close()
@@ -202,8 +271,8 @@ def main() -> None:
         model_names=settings.model_names,
         trust_chat_template_kwargs=settings.trust_chat_template_kwargs,
     )
-    worker = Worker(tokenizer, rules)
-    channel.send(WorkerReady())
+    worker = Worker(tokenizer, rules, processor, settings.media)
+    channel.send(WorkerReady(abilities=abilities_of(processor)))
     while True:
         match channel.receive(timeout=None):
             case Configure() as message:

@@ -11,7 +11,7 @@ import msgspec
 from mstar.engine.output import EngineStats, ErrorInfo, RequestOutput
 from mstar.engine.resources.kv.explain import ReuseReport
 
-Route = Literal["chat", "completion"]
+Route = Literal["chat", "completion", "transcription", "translation", "speech", "image"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -61,6 +61,21 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Where its KV events are; empty: it publishes none."""
 
 
+class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How sound, pictures and transcripts of an answer are to be shaped."""
+
+    format: str
+    """Of sound or pictures, or of the transcript."""
+    is_event_stream: bool = False
+    """Sound: as server-sent events instead of its bytes."""
+    seconds: float = 0.0
+    """Length of the recording that is written down."""
+    granularities: list[str] = []
+    """``segment`` and ``word``: what of a transcript is timed."""
+    num_tokens: int = 0
+    """Tokens that one picture is made of."""
+
+
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the answer to one HTTP request is to be shaped."""
 
@@ -85,6 +100,12 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     prompt_token_ids: list[list[int]] | None
     """Set where ``return_token_ids`` is."""
+    num_item_tokens: list[dict[str, int]] = []
+    """Of each prompt: its tokens that are images, audio or video, by kind."""
+    num_context_tokens: int = 0
+    """Tokens that are attended to from outside the first prompt; the answer's own may follow."""
+    media: MediaOptions | None = None
+    """Set where the answer is more than text."""
 
 
 # From the API process to a preprocess worker.
@@ -106,13 +127,25 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     """``None``: the one that the body's fields are for."""
     body: bytes
     """The HTTP body as it came."""
+    content_type: str = ""
+    """Of the body, where it is no JSON."""
 
 
 # From a preprocess worker to the API process.
 
 
+class Abilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model can be asked for."""
+
+    tasks: tuple[str, ...] = ("chat", "completion")
+    input_modalities: tuple[str, ...] = ("text",)
+    output_modalities: tuple[str, ...] = ("text",)
+
+
 class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     """The worker has loaded its tokenizer."""
+
+    abilities: Abilities = Abilities()
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):

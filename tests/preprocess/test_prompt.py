@@ -8,7 +8,8 @@ import pytest
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import ContextLengthError, RequestError
-from mstar.preprocess.prompt import PromptPreparer, PromptRequest, plain_messages, request_root
+from mstar.preprocess.conversation import plain_messages, read_messages
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest, request_root
 from mstar.preprocess.tokenizer import TextTokenizer
 
 ROOT = bytes(32)
@@ -189,7 +190,7 @@ def test_text_parts_and_tool_calls_take_the_form_templates_know() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call, broken, 7]},
         {"role": "tool", "tool_call_id": "c"},
     ]
-    assert plain_messages(given) == [
+    assert plain_messages(read_messages(given)) == [
         {"role": "user", "content": "a\nb"},
         {
             "role": "assistant",

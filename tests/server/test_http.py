@@ -404,7 +404,8 @@ def test_image_parts_are_refused_with_what_the_model_takes(server: ServerProcess
     body = {"messages": [{"role": "user", "content": [part]}]}
     status, error = error_of(call(server, "POST", CHAT, body))
     assert (status, error["code"]) == (400, "unsupported_content")
-    assert "text only" in error["message"]
+    assert error["param"] == "messages[0].content[0]"
+    assert "this model takes text parts only" in error["message"]
 
 
 def test_text_parts_are_one_message(client: OpenAI) -> None:
@@ -425,7 +426,7 @@ def test_framework_errors_have_the_same_shape(server: ServerProcess) -> None:
 
 
 def test_a_body_over_the_limit_is_a_413(server: ServerProcess) -> None:
-    body = b'{"messages": "' + b"x" * (33 * 2**20) + b'"}'
+    body = b'{"messages": "' + b"x" * (65 * 2**20) + b'"}'
     status, error = error_of(call(server, "POST", CHAT, body))
     assert (status, error["code"]) == (413, "request_too_large")
 

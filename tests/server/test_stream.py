@@ -73,7 +73,9 @@ def run(tokenizer: TextTokenizer, shape: AnswerOptions, parts: list[RequestOutpu
         if answer.num_open:
             data += answer.chunk(0, answer.push(0, part))
     data += answer.closing()
-    return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line]
+    lines = [line for line in data.decode().split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines]
 
 
 @given(sizes=st.lists(st.integers(0, 4), max_size=20), stop=st.sampled_from(["", "cde", "漢a"]))

@@ -1,0 +1,1 @@
+"""Media from the bytes that users send: decoded, checked and bounded."""
