@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard mstar/*/*.c mstar/*/*/*/*.c)
 
 install: $(STAMP)  ## Make the virtual environment.
 
-demo: $(STAMP)  ## Serve the embedded model, ask it questions, print answers and timings, end.
+demo: $(STAMP)  ## Serve embedded models, ask in writing and by voice, print answers and timings, end.
 	$(BIN)/python examples/demo.py
 
 serve: $(STAMP)  ## Serve MODEL (default smollm2-135m) until stopped.

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from mstar.catalog import describe_model
 from mstar.cli.graph_svg import graph_svg
 from mstar.engine.chunks import Sentences, Sized
 from mstar.engine.graph import Edge, ForEach, Graph, Loop, Parallel, Run
-from mstar.models import describe_model
 
 FOLDER = Path(__file__).parent / "graphs"
-MODELS = ("smollm2-135m", "gemma3-270m", "whisper-base", "piper")
+MODELS = ("smollm2-135m", "gemma3-270m", "whisper-base", "piper", "voice")
 
 # begin example
 EXAMPLE = Graph(

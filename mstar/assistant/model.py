@@ -281,7 +281,7 @@ def assistant_graph(listener: Part, answerer: Part, speaker: Part) -> Graph:
         walks=tuple(walks),
         edges=(
             *_LISTEN.edges(listener),
-            Edge(writer, SPEAKER, _ANSWERED, Sentences()),
+            Edge(writer, SPEAKER, _ANSWERED, Sentences(first_chars=40)),
             *speaker.graph.edges,
         ),
         predicates=(*map(_LISTEN, listener.graph.predicates), finished),

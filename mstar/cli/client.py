@@ -19,11 +19,13 @@ class ServerError(MstarError):
     Args:
         message: What happened, with the server's own words.
         status: HTTP status; 0: there was no answer.
+        param: The field at fault, where the server names one.
     """
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,14 @@ class Client:
         answer = connection.getresponse()
         if answer.status != 200:
             text = answer.read()
+            param = None
             try:
-                reason = _reason(_object(text, route))
+                told = _object(text, route)
+                reason, param = _reason(told), _param(told)
             except ServerError:
                 reason = text.decode("utf-8", "replace")[:200]
             message = f"{self.url}{route} answered {answer.status}: {reason}"
-            raise ServerError(message, answer.status)
+            raise ServerError(message, answer.status, param)
         return answer
 
     def _unreachable(self, error: Exception) -> ServerError:
@@ -150,3 +154,9 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
 def _reason(body: Mapping[str, Any]) -> str:
     error = body.get("error")
     return str(error.get("message") if isinstance(error, dict) else error or dict(body))[:500]
+
+
+def _param(body: Mapping[str, Any]) -> str | None:
+    error = body.get("error")
+    param = error.get("param") if isinstance(error, dict) else None
+    return param if isinstance(param, str) else None

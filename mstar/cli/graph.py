@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mstar.models import describe_model  # noqa: PLC0415 - loads torch
+    from mstar.catalog import describe_model  # noqa: PLC0415 - loads torch
 
     described, _ = describe_model(arguments.model, load_format=arguments.load_format)
     name, graph, specs = arguments.model, described.graph, described.specs

@@ -9,11 +9,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstar.cli import cache, environment, graph, kv_events
-from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, sampling_defaults, talk
+from mstar.cli.answerers import (
+    Answerer,
+    EngineAnswerer,
+    ServerAnswerer,
+    abilities_here,
+    abilities_there,
+    check_abilities,
+)
+from mstar.cli.cache_arguments import add_server, client_of
+from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, Recording, Talk, sampling_defaults
 from mstar.cli.parser import Parser, at_least
+from mstar.cli.sound_file import SoundFiles
 from mstar.errors import MstarError, RequestError
 from mstar.version import __version__
 
@@ -129,9 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(generate, max_tokens=64)
     _add_deployment(generate)
 
-    chat = command("chat", _chat, "Talk to a model in the terminal.")
+    chat = command("chat", _chat, "Talk to a model in the terminal, in writing or by voice.")
     _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
+    _add_voice(chat)
+    add_server(chat, default=None)
     _add_sampling(chat, max_tokens=MAX_TOKENS, temperature=f"the checkpoint's, or {TEMPERATURE}")
     _add_deployment(chat)
 
@@ -146,6 +160,30 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, a GGUF file, a built-in name or a Hugging Face id"
     )
+
+
+def _add_voice(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("voice")
+    add = group.add_argument
+    add(
+        "--audio",
+        action="append",
+        default=[],
+        type=_path,
+        metavar="FILE",
+        help="ask with a recording (WAV, FLAC, MP3, OGG); several are asked one after the other",
+    )
+    add(
+        "--speak",
+        type=_path,
+        metavar="OUT.wav",
+        help="write the sound of the answer there; further answers go to OUT-2.wav, OUT-3.wav, …",
+    )
+    add("--voice", metavar="NAME", help="who speaks (default: the model's own voice)")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _add_http(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +237,33 @@ def _add_http(parser: argparse.ArgumentParser) -> None:
         "--trust-request-chat-template",
         action="store_true",
         help="let requests set variables of the chat template",
+    )
+    _add_media(parser)
+
+
+def _add_media(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("images and recordings of requests")
+    add = group.add_argument
+    add(
+        "--max-body-size",
+        type=parse_size,
+        default=64 * 2**20,
+        metavar="SIZE",
+        help="of one request, everything in it (default: 64MiB)",
+    )
+    add(
+        "--max-image-pixels",
+        type=at_least(1),
+        default=2**26,
+        metavar="N",
+        help="of one image, by its header (default: %(default)s)",
+    )
+    add(
+        "--max-audio-seconds",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="of one request's recordings (default: %(default)s)",
     )
 
 
@@ -367,6 +432,7 @@ def _engine_options(arguments: argparse.Namespace) -> "EngineOptions":
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from mstar.preprocess.media.limits import MediaLimits  # noqa: PLC0415
     from mstar.server.config import ServerConfig  # noqa: PLC0415
     from mstar.server.run import serve  # noqa: PLC0415
 
@@ -387,6 +453,12 @@ def _serve(arguments: argparse.Namespace) -> int:
             stall_timeout=arguments.stall_timeout,
             keep_alive=arguments.sse_keep_alive_interval,
             trust_chat_template_kwargs=arguments.trust_request_chat_template,
+            max_body_nbytes=arguments.max_body_size,
+            media=MediaLimits(
+                image_pixels=arguments.max_image_pixels,
+                audio_seconds=arguments.max_audio_seconds,
+                request_audio_seconds=arguments.max_audio_seconds,
+            ),
             log_level=arguments.log_level,
         )
     )
@@ -464,11 +536,10 @@ def _check_prompts(
         raise RequestError("there is no prompt; write one behind the model's name")
     if "" not in prompts and arguments.max_model_len is None:
         return
-    from mstar.models.locate import resolve  # noqa: PLC0415
+    from mstar.catalog import load_tokenizer_of, locate  # noqa: PLC0415
     from mstar.preprocess.prompt import PromptPreparer, PromptRequest  # noqa: PLC0415
-    from mstar.preprocess.tokenizer import TextTokenizer  # noqa: PLC0415
 
-    tokenizer = TextTokenizer.load(resolve(arguments.model))
+    tokenizer = load_tokenizer_of(locate(arguments.model))
     preparer = PromptPreparer(
         tokenizer, arguments.max_model_len or sys.maxsize, 1, None, tokenizer.vocab_size
     )
@@ -478,7 +549,47 @@ def _check_prompts(
 
 
 def _chat(arguments: argparse.Namespace) -> int:
+    is_here = arguments.url is None
     _sampling(arguments)
-    params = _sampling(arguments, sampling_defaults(arguments.model))
-    with _load(arguments) as engine:
-        return talk(engine, params, arguments.system)
+    if is_here and (arguments.audio or arguments.speak):
+        takes, gives = abilities_here(arguments.model)
+        _check_voice(arguments, takes, gives)
+    recordings = [Recording.read(path, is_checked=is_here) for path in arguments.audio]
+    with ExitStack() as stack:
+        files = None
+        if arguments.speak is not None:
+            files = SoundFiles(arguments.speak)
+            stack.callback(files.close)
+        answerer: Answerer
+        if is_here:
+            params = _sampling(arguments, sampling_defaults(arguments.model))
+            answerer = EngineAnswerer(
+                stack.enter_context(_load(arguments)), params, arguments.voice
+            )
+        else:
+            answerer = _server_answerer(arguments)
+        return Talk(answerer, arguments.system, files, checks_recordings=is_here).run(recordings)
+
+
+def _server_answerer(arguments: argparse.Namespace) -> ServerAnswerer:
+    client = client_of(arguments)
+    takes, gives = abilities_there(client, arguments.model)
+    _check_voice(arguments, takes, gives)
+    given = {
+        name: value for name in _SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None
+    }
+    fields = {"temperature": TEMPERATURE, **given}
+    if arguments.sampling_seed is not None:
+        fields["seed"] = arguments.sampling_seed
+    if arguments.stop:
+        fields["stop"] = arguments.stop
+    if arguments.ignore_eos:
+        fields["ignore_eos"] = True
+    return ServerAnswerer(client, arguments.model, fields, arguments.voice)
+
+
+def _check_voice(arguments: argparse.Namespace, takes: Sequence[str], gives: Sequence[str]) -> None:
+    if arguments.audio:
+        check_abilities(arguments.model, takes, gives, "listen")
+    if arguments.speak:
+        check_abilities(arguments.model, takes, gives, "speak")

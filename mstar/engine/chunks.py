@@ -123,19 +123,29 @@ class Sentences(ChunkPolicy):
     characters behind it have come.
 
     Raises:
-        ConfigError: If ``min_chars`` is below 1 or above ``max_chars``.
+        ConfigError: If ``min_chars`` is below 1 or above ``max_chars``, or ``first_chars`` is not
+            between them.
     """
 
     min_chars: int = 24
     """A shorter sentence waits for the next, but for the first one, which begins the output."""
     max_chars: int = 240
     """Longer runs are cut at the last semicolon, else comma, else blank that they have."""
+    first_chars: int | None = None
+    """The first chunk may end at a comma, semicolon or colon too, once it is so long: output begins
+    early. ``None``: it may not."""
 
     def __post_init__(self) -> None:
+        first = self.min_chars if self.first_chars is None else self.first_chars
         if not 1 <= self.min_chars <= self.max_chars:
             raise ConfigError(
                 f"sentences of {self.min_chars} to {self.max_chars} characters; `min_chars` must "
                 "be at least 1 and at most `max_chars`"
+            )
+        if not self.min_chars <= first <= self.max_chars:
+            raise ConfigError(
+                f"`first_chars` is {first}; it must be from {self.min_chars} to {self.max_chars}, "
+                "`min_chars` and `max_chars`"
             )
 
     def __str__(self) -> str:
@@ -149,6 +159,7 @@ class Sentences(ChunkPolicy):
 class _SentenceChunker(Chunker):
     def __init__(self, policy: Sentences) -> None:
         self._min, self._max = policy.min_chars, policy.max_chars
+        self._least_first = policy.first_chars
         self._text = ""
         self._is_first = True
 
@@ -177,6 +188,11 @@ class _SentenceChunker(Chunker):
         end = _sentence_end(self._text)
         if end is not None and end <= self._max and self._is_enough(self._text[:end]):
             return end
+        if self._is_first and self._least_first is not None and _is_clause(self._text[:-1]):
+            # Its last character begins the next clause.
+            end = len(self._text) - 1
+            if self._least_first <= end <= self._max and not self._text[-1].isspace():
+                return end
         if len(self._text) > self._max:
             return _cut_below(self._text[: self._max], self._min)
         return None
@@ -246,6 +262,12 @@ def _sentence_end(text: str) -> int | None:
         return None
     is_over = _is_over(words, stop, is_closed=len(bare) < len(body), following=last)
     return len(text) - 1 if is_over else None
+
+
+def _is_clause(text: str) -> bool:
+    """Tell whether a clause ends here, with the blank behind it."""
+    bare = text.rstrip()
+    return len(bare) < len(text) and bare.endswith((",", ";", ":"))
 
 
 def _is_over(words: str, stop: str, *, is_closed: bool, following: str) -> bool:

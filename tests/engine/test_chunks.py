@@ -151,6 +151,23 @@ def test_long_runs_are_cut_at_the_best_place_below_the_limit() -> None:
     assert sentences("今天天气很好，我们去公园", 10) == ["今天天气很好，", "我们去公园"]
 
 
+def test_the_first_chunk_may_end_at_a_clause_that_is_long_enough() -> None:
+    policy = Sentences(4, 80, 12)
+    text = "A volcano, as we know, is a mountain, with fire. It may sleep, or not, for long. "
+    assert chunks(policy, text) == [
+        "A volcano, as we know, ",
+        "is a mountain, with fire. ",
+        "It may sleep, or not, for long. ",
+    ]
+    assert chunks(policy, "It has 1,000,000 tons, or so. ") == [
+        "It has 1,000,000 tons, ",
+        "or so. ",
+    ]
+    for first in (3, 81):
+        with pytest.raises(ConfigError, match=f"`first_chars` is {first}; .* 4 to 80"):
+            Sentences(4, 80, first)
+
+
 TEXTS = st.text(
     st.one_of(
         st.sampled_from(".!?…,;: \n\"')»«”。！」1aAbDr"),
@@ -161,12 +178,19 @@ TEXTS = st.text(
 
 
 @settings(deadline=None)
-@example("0\n", [], 1, 0)
-@given(TEXTS, st.lists(st.integers(0, 120), max_size=8), st.integers(1, 12), st.integers(0, 30))
+@example("0\n", [], 1, 0, None)
+@given(
+    TEXTS,
+    st.lists(st.integers(0, 120), max_size=8),
+    st.integers(1, 12),
+    st.integers(0, 30),
+    st.none() | st.integers(0, 30),
+)
 def test_sentences_are_the_text_whatever_its_pieces(
-    text: str, places: list[int], min_chars: int, more: int
+    text: str, places: list[int], min_chars: int, more: int, first: int | None
 ) -> None:
-    policy = Sentences(min_chars, min_chars + more)
+    first_chars = None if first is None else min_chars + min(first, more)
+    policy = Sentences(min_chars, min_chars + more, first_chars)
     ends = sorted(places)
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     cut = chunks(policy, *pieces)
