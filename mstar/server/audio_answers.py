@@ -9,17 +9,16 @@ import msgspec
 
 from mstar.engine.output import Emitted, RequestOutput
 from mstar.errors import RequestError
-from mstar.preprocess.media.wav import pcm16, wav_header
 from mstar.preprocess.results import (
     Sound,
     Stretch,
-    joined_sound,
     sounds_of,
     stretches_of,
     transcript_of,
 )
 from mstar.server.failures import ApiError
 from mstar.server.rendering import DONE, EVENT_STREAM, PlainRendering, event
+from mstar.server.spoken import piece_of
 from mstar.transport.messages import AnswerOptions
 
 Json = dict[str, Any]
@@ -100,21 +99,18 @@ class SpeechAnswer(PlainRendering):
         """
         from mstar.preprocess.media.encode import encode_sound  # noqa: PLC0415 - text needs none
 
-        sound = joined_sound(self._pieces)
-        if sound is None:
+        if not self._pieces:
             raise _nothing_to_hear()
+        samples = [piece.samples for piece in self._pieces]
         try:
-            return encode_sound(sound.samples, sound.rate, self._kind)
+            return encode_sound(samples, self._pieces[0].rate, self._kind)
         except RequestError as error:
             raise ApiError(400, error.message, code=error.code, param=error.param) from error
 
     def _data(self, sounds: list[Sound]) -> Iterator[bytes]:
         for sound in sounds:
-            data = pcm16(sound.samples)
-            if not self._has_begun and self._kind == "wav":
-                data = wav_header(sound.rate) + data
+            yield piece_of(sound, self._kind, is_first=not self._has_begun)
             self._has_begun = True
-            yield data
 
     def _wrapped(self, data: bytes) -> bytes:
         if not self._as_events:

@@ -32,15 +32,13 @@ class SpokenPart:
         """Take in what was emitted; returns the fields of a delta that carry it."""
         delta: Json = {}
         if heard := [stretch.text for stretch in stretches_of(emitted)]:
+            words = "".join(heard)
+            delta["input_transcript"] = words if self._heard else words.lstrip()
             self._heard += heard
-            delta["input_transcript"] = "".join(heard)
         sound = joined_sound(sounds_of(emitted))
         if sound is not None:
-            is_first = not self._pieces
+            data = piece_of(sound, self._kind, is_first=not self._pieces)
             self._pieces.append(sound)
-            data = pcm16(sound.samples)
-            if is_first and self._kind == "wav":
-                data = wav_header(sound.rate) + data
             delta["audio"] = {
                 "id": self._id,
                 "data": base64.b64encode(data).decode(),
@@ -58,11 +56,11 @@ class SpokenPart:
         message: Json = {}
         if self._heard:
             message["input_transcript"] = "".join(self._heard).strip()
-        sound = joined_sound(self._pieces)
-        if sound is not None:
+        if self._pieces:
             from mstar.preprocess.media.encode import encode_sound  # noqa: PLC0415 - text needs none
 
-            data = encode_sound(sound.samples, sound.rate, self._kind)
+            samples = [piece.samples for piece in self._pieces]
+            data = encode_sound(samples, self._pieces[0].rate, self._kind)
             message["audio"] = {
                 "id": self._id,
                 "data": base64.b64encode(data).decode(),
@@ -70,3 +68,18 @@ class SpokenPart:
                 "expires_at": int(time.time()) + _LIFETIME_SECONDS,
             }
         return message
+
+
+def piece_of(sound: Sound, kind: str, *, is_first: bool) -> bytes:
+    """Return a piece of sound as the next bytes of a stream.
+
+    Args:
+        sound: The piece.
+        kind: ``wav``, ``pcm`` or ``pcm16``.
+        is_first: Nothing was sent before it.
+    """
+    if kind != "wav":
+        from mstar.preprocess.media.encode import bare  # noqa: PLC0415 - text needs none
+
+        return bare(sound.samples, sound.rate)
+    return (wav_header(sound.rate) if is_first else b"") + pcm16(sound.samples)

@@ -108,7 +108,7 @@ def test_other_formats_sound_the_same_long(client: OpenAI, question: bytes, kind
     ).read()
     expected, rate = soundfile.read(io.BytesIO(question))
     if kind == "pcm":
-        assert data == question[44:]
+        assert len(data) / 2 / 24_000 == pytest.approx(len(expected) / rate, abs=0.01)
         return
     decoded, own_rate = soundfile.read(io.BytesIO(data))
     assert len(decoded) / own_rate == pytest.approx(len(expected) / rate, abs=0.1)

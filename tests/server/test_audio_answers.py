@@ -93,10 +93,19 @@ def test_streamed_wav_is_one_file_of_the_same_samples_as_the_whole_one() -> None
     np.testing.assert_array_equal(decode_audio(streamed, RATE), decode_audio(whole, RATE))
 
 
-def test_pcm_is_the_wav_without_its_head() -> None:
+def test_pcm_has_no_head_and_the_rate_that_clients_take_it_for() -> None:
     for kind in ("pcm", "pcm16"):
         answer, data = speak(kind, stream=True)
-        assert data == speak("wav", stream=True)[1][44:]
+        assert data == speak(kind, stream=False)[1]
+        found = np.frombuffer(data, "<i2") / 32768
+        seconds = len(JOINED) / RATE
+        assert len(found) / 24_000 == pytest.approx(seconds, abs=1e-3)
+        # The loudest tone of the sound is where it was.
+        tone, heard = (
+            np.abs(np.fft.rfft(samples)).argmax() / len(samples) * rate
+            for samples, rate in ((JOINED, RATE), (found, 24_000))
+        )
+        assert heard == pytest.approx(tone, abs=2 / seconds)
         assert answer.content_type == "audio/pcm"
         assert answer.keep_alive == b""
         # A file has no way to say that it failed.
@@ -236,8 +245,9 @@ def test_streamed_chats_have_deltas_of_text_and_of_sound(tokenizer: TextTokenize
     assert len({sound["id"] for sound in sounds}) == 1
     assert "".join(sound["transcript"] for sound in sounds) == "ab"
     data = b"".join(base64.b64decode(sound["data"]) for sound in sounds)
-    assert len(data) == 2 * sum(map(len, PIECES[:2]))
-    assert [d["input_transcript"] for d in deltas if "input_transcript" in d] == [" Who?"]
+    num_samples = sum(map(len, PIECES[:2])) * 24_000 / RATE
+    assert len(data) / 2 == pytest.approx(num_samples, abs=2)
+    assert [d["input_transcript"] for d in deltas if "input_transcript" in d] == ["Who?"]
 
 
 def test_prompts_that_were_heard_count_with_their_audio(tokenizer: TextTokenizer) -> None:

@@ -1,7 +1,7 @@
 """Sound and pictures as the bytes of files."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +12,29 @@ from PIL import Image
 from mstar.preprocess.media.types import Pixels
 from mstar.preprocess.media.wav import pcm16, wav
 
+BARE_KINDS = ("pcm", "pcm16")
+BARE_RATE = 24_000
+"""Samples a second of sound without a head, which cannot say it: what OpenAI's clients expect."""
 _OPUS_RATE = 48_000
 """Opus knows few rates; players expect this one."""
 
 
-def encode_sound(samples: npt.NDArray[np.float32], rate: int, kind: str) -> bytes:
+def encode_sound(pieces: Sequence[npt.NDArray[np.float32]], rate: int, kind: str) -> bytes:
     """Return sound as a file of one channel.
 
     Args:
-        samples: ``[num_samples]``, between -1 and 1.
+        pieces: At least one, ``[num_samples]`` each, between -1 and 1.
         rate: Samples a second.
-        kind: ``wav``, ``pcm`` or ``pcm16`` (bare 16-bit samples), ``flac``, ``mp3`` or ``opus``.
+        kind: ``wav``, ``pcm`` or ``pcm16`` (see ``bare``), ``flac``, ``mp3`` or ``opus``.
     """
-    return _ENCODERS[kind](samples, rate)
+    if kind in BARE_KINDS:
+        return b"".join(bare(piece, rate) for piece in pieces)
+    return _ENCODERS[kind](np.concatenate(pieces), rate)
+
+
+def bare(samples: npt.NDArray[np.float32], rate: int) -> bytes:
+    """Return a piece of sound as 16-bit samples without a head, at ``BARE_RATE``."""
+    return pcm16(samples if rate == BARE_RATE else soxr.resample(samples, rate, BARE_RATE))
 
 
 def encode_png(pixels: Pixels) -> bytes:
@@ -54,8 +64,6 @@ def _opus(samples: npt.NDArray[np.float32], rate: int) -> bytes:
 
 _ENCODERS: dict[str, Callable[[npt.NDArray[np.float32], int], bytes]] = {
     "wav": wav,
-    "pcm": lambda samples, _: pcm16(samples),
-    "pcm16": lambda samples, _: pcm16(samples),
     "flac": _file("FLAC", "PCM_16"),
     "mp3": _file("MP3", "MPEG_LAYER_III"),
     "opus": _opus,
