@@ -88,17 +88,21 @@ def part_messages(conversation: Conversation) -> list[dict[str, Any]]:
 def typed_texts(value: object) -> list[str]:
     """Return every text in plain data of any depth; those that stand beside each other as one too.
 
-    What the user typed is in them, wherever a template may put it.
+    What the user typed is in them, wherever a template may put it: names of fields as well.
     """
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for part in value.values() for text in typed_texts(part)]
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        texts = [text for part in value for text in typed_texts(part)]
-        beside = [part.get("text") if isinstance(part, Mapping) else part for part in value]
-        return [*texts, "".join(part for part in beside if isinstance(part, str))]
-    return []
+    texts: list[str] = []
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, Sequence) and not isinstance(part, (bytes, bytearray)):
+            left += part
+            beside = [one.get("text") if isinstance(one, Mapping) else one for one in part]
+            texts.append("".join(one for one in beside if isinstance(one, str)))
+    return texts
 
 
 def _part(part: object, where: str, kinds: Collection[str], media: list[Source]) -> dict[str, Any]:
@@ -129,6 +133,6 @@ def _plain_call(call: object) -> object:
         return call
     try:
         arguments = json.loads(function.get("arguments", ""))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -158,7 +158,8 @@ class Drafter:
         self._require("chat", "messages")
         task = request.task if isinstance(request.task, ChatTask) else ChatTask()
         conversation = read_messages(messages, self._kinds)
-        refuse_typed(messages, self._reserved, "messages")
+        # Arguments of tool calls are read out of JSON, which may spell a text in other letters.
+        refuse_typed([messages, conversation.messages], self._reserved, "messages")
         refuse_typed(request.template_kwargs, self._reserved, "chat_template_kwargs")
         modalities = getattr(self._processor, "modalities", frozenset({"text"}))
         if missing := task.modalities - modalities:
@@ -169,6 +170,7 @@ class Drafter:
                 code="capability_missing",
             )
         if isinstance(self._processor, Assistant):
+            _check_variables(request.template_kwargs)
             budget = Budget(self._limits)
             rate = self._processor.rate
             media = [decoded(source, rate, budget) for source in conversation.media]
@@ -197,11 +199,7 @@ class Drafter:
     def _render(
         self, request: PromptRequest, conversation: Conversation
     ) -> tuple[str, list[dict[str, Any]]]:
-        for name in request.template_kwargs:
-            if name in _RESERVED_KWARGS:
-                raise RequestError(
-                    f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs"
-                )
+        _check_variables(request.template_kwargs)
         if self._expander is None:
             messages = plain_messages(conversation)
         else:
@@ -264,6 +262,14 @@ class Drafter:
             if num_tokens >= self._max_model_len:
                 raise too_long(f"at least {num_tokens}", self._max_model_len, param)
         return self._tokenizer.encode(text, add_special_tokens)
+
+
+def _check_variables(template_kwargs: Mapping[str, Any]) -> None:
+    for name in template_kwargs:
+        if name in _RESERVED_KWARGS:
+            raise RequestError(
+                f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs"
+            )
 
 
 def too_long(num_tokens: str, max_model_len: int, param: str) -> ContextLengthError:

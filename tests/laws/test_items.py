@@ -93,6 +93,19 @@ def test_hit_that_ends_inside_a_picture_goes_on_rightly(kind: Kind) -> None:
         assert_same(answer, ask(model, second))
 
 
+def test_prompt_that_fills_the_pool_takes_no_cut_page_that_it_has_no_room_for(kind: Kind) -> None:
+    model, advance = kind
+    # Three full pages, and one where the picture ends at its second slot.
+    picture = Picture(5, 12, True, advance)
+    bench = Bench(model, num_pages=4)
+    turn(bench, [*prompt(6, 2), picture], max_tokens=1)
+    question: Prompt = [*prompt(6, 2), picture, 7]
+    answer = turn(bench, question, max_tokens=1)
+    assert answer.error is None, answer.error
+    assert answer.num_cached_tokens == 12
+    assert_same(answer, ask(model, question, max_tokens=1))
+
+
 def test_other_picture_of_the_same_size_shares_nothing_of_it(kind: Kind) -> None:
     model, advance = kind
     bench = Bench(model)

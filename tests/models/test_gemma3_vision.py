@@ -1,5 +1,6 @@
 """Gemma 3 with pictures computes what transformers computes on the same weights and pictures."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,15 @@ def test_pictures_that_the_encoder_does_not_take_are_refused_at_load(family: Fam
     config = {"vision_config": {"image_size": 56}}
     with pytest.raises(WeightsError, match="resized to 42 pixels; the encoder takes 56"):
         build(family.folder, config, family.tokenizer)
+
+
+@pytest.mark.parametrize("token", [10**9, -1, "x", [], True])
+def test_mark_that_the_tokenizer_does_not_know_is_refused_at_load(
+    family: Family, token: object
+) -> None:
+    config = json.loads((family.folder / "config.json").read_bytes())
+    with pytest.raises(WeightsError, match="it must be an id that the tokenizer knows"):
+        build(family.folder, config | {"boi_token_index": token}, family.tokenizer)
 
 
 def test_slots_that_are_no_grid_over_the_patches_are_refused() -> None:

@@ -129,3 +129,12 @@ def test_tiles_of_another_number_of_slots_are_refused_at_load(
     config = json.loads((family.folder / "config.json").read_bytes())
     with pytest.raises(WeightsError, match="give 9 slots a tile; image_seq_len is 169"):
         build(tmp_path, config, family.tokenizer)
+
+
+def test_tiles_larger_than_the_encoder_takes_are_refused_at_load(
+    family: Family, tmp_path: Path
+) -> None:
+    """A folder without settings of pictures has tiles of 364 pixels."""
+    config = json.loads((family.folder / "config.json").read_bytes())
+    with pytest.raises(WeightsError, match="tiles are 364 pixels a side; the encoder takes at"):
+        build(tmp_path, config, family.tokenizer)

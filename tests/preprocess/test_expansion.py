@@ -166,6 +166,11 @@ def test_a_template_that_drops_or_makes_up_images_is_named(text: str, kinds: lis
     assert caught.value.code == "chat_template_error"
 
 
+def _called(arguments: object) -> dict[str, Any]:
+    """Return a message that calls a tool."""
+    return {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     "request_fields",
     [
@@ -181,6 +186,12 @@ def test_a_template_that_drops_or_makes_up_images_is_named(text: str, kinds: lis
             "messages": [{"role": "user", "content": "x"}],
             "template_kwargs": {"documents": [{"title": "[video]"}]},
         },
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "template_kwargs": {"documents": [{"[video]": "title"}]},
+        },
+        {"messages": [_called(r'{"a": "\u005bimage]"}')]},
+        {"messages": [_called({"[image]": 1})]},
         {"messages": None, "text": "see [image]"},
     ],
 )
@@ -190,6 +201,18 @@ def test_placeholders_that_were_typed_are_refused(
     with pytest.raises(RequestError, match=r"'\[(image|audio|video)\]'") as caught:
         preparer(tokenizer, Plain()).prepare(asked(**request_fields))
     assert caught.value.code == "placeholder_typed"
+
+
+def test_depth_of_what_was_typed_is_no_failure(tokenizer: TextTokenizer) -> None:
+    maker = preparer(tokenizer, Plain())
+    nested: object = "[image]"
+    for _ in range(5000):
+        nested = [nested]
+    user = {"role": "user", "content": "x"}
+    with pytest.raises(RequestError, match=r"'\[image\]'"):
+        maker.prepare(asked(messages=[user], template_kwargs={"documents": nested}))
+    called = _called("[" * 100_000) | {"content": "y"}
+    assert maker.prepare(asked(messages=[called, user])).token_ids
 
 
 def test_control_tokens_inside_placeholders_are_refused_as_text_and_as_ids(
@@ -355,8 +378,14 @@ def test_films_are_frames_or_animations(tokenizer: TextTokenizer) -> None:
         ({"type": "input_audio", "input_audio": {}}, "must be a string"),
         ({"type": "audio", "audio": np.zeros(5, np.float32)}, "samples a second as rate"),
         ({"type": "audio", "audio": np.zeros((5, 2), np.float32), "rate": 8000}, "shape"),
+        ({"type": "audio", "audio": np.zeros(5, np.int16), "rate": 8000}, "divide integers by"),
+        ({"type": "audio", "audio": np.array(["a"]), "rate": 8000}, "array of <U1"),
+        ({"type": "image", "image": Image.new("I", (2, 2))}, "integers of 32 bits"),
         ({"type": "video", "video": []}, "has no frames"),
         ({"type": "video", "video": [png(1)], "fps": 0}, "fps is 0"),
+        ({"type": "video", "video": [png(1)], "fps": True}, "fps is True"),
+        ({"type": "video", "video": [png(1)], "fps": 1e-30}, "from 0.001 to 1000"),
+        ({"type": "video", "video": [png(1)], "fps": 10**400}, "from 0.001 to 1000"),
         ({"type": "video", "video": [png(1), png(2)]}, "must have one size"),
         ({"type": "video", "video": b"\0\0\0\x20ftypisom" + bytes(99)}, "a container"),
         ({"type": "video_url", "video_url": "https://x/y.mp4"}, "fetches nothing"),

@@ -1,7 +1,6 @@
 """Content parts of messages that are media: which kind each is, and how it is decoded later."""
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,8 @@ KIND_OF_PART = {
     "video": "video",
 }
 """Types of parts that are media, and the kind each holds."""
+_FPS = (0.001, 1000.0)
+"""Frames a second, at least and at most."""
 _DETAILS = (None, "auto", "low", "high")
 
 Decode = Callable[[int, MediaLimits], Media]
@@ -94,7 +95,7 @@ def _image(value: object, detail: object, where: str) -> Source:
     if isinstance(value, (np.ndarray, bytes)):
         content = value
     elif hasattr(value, "convert") and hasattr(value, "getexif"):
-        content = _from_pil(value)
+        content = _from_pil(value, where)
     else:
         content = _one_content(value, where)
 
@@ -131,6 +132,12 @@ def _audio_samples(samples: np.ndarray[Any, Any], rate: object, where: str) -> S
             "beside it",
             param=where,
         )
+    if not np.issubdtype(samples.dtype, np.floating):
+        raise RequestError(
+            f"{where} is an array of {samples.dtype}; samples are floating point numbers between "
+            "-1 and 1: divide integers by their full scale",
+            param=where,
+        )
     plain = np.ascontiguousarray(samples, np.float32)
 
     def decode(wanted: int, limits: MediaLimits) -> Media:
@@ -143,8 +150,7 @@ def _audio_samples(samples: np.ndarray[Any, Any], rate: object, where: str) -> S
 
 
 def _video(value: object, fps: object, where: str) -> Source:
-    if fps is not None and not (isinstance(fps, (int, float)) and 0 < fps < math.inf):
-        raise RequestError(f"{where}: fps is {fps!r:.40}; it must be above 0", param=where)
+    rate = _checked_fps(fps, where)
     contents: list[bytes]
     if isinstance(value, bytes):
         contents = [value]
@@ -161,9 +167,20 @@ def _video(value: object, fps: object, where: str) -> Source:
     def decode(_: int, limits: MediaLimits) -> Media:
         from mstar.preprocess.media.frames import decode_video  # noqa: PLC0415 - text needs none
 
-        return decode_video(contents, None if fps is None else float(fps), limits)
+        return decode_video(contents, rate, limits)
 
     return _source("video", where, contents, fps, decode)
+
+
+def _checked_fps(fps: object, where: str) -> float | None:
+    if fps is None:
+        return None
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not _FPS[0] <= fps <= _FPS[1]:
+        raise RequestError(
+            f"{where}: fps is {fps!r:.40}; it must be above 0, from {_FPS[0]} to {_FPS[1]:.0f}",
+            param=where,
+        )
+    return float(fps)
 
 
 def _url(frame: object) -> object:
@@ -197,10 +214,13 @@ def _source(
     return Source(kind=kind, where=where, name=name, decode=decode)
 
 
-def _from_pil(image: Any) -> np.ndarray[Any, Any]:
+def _from_pil(image: Any, where: str) -> np.ndarray[Any, Any]:
     from mstar.preprocess.media.images import rgb_of  # noqa: PLC0415 - text needs none
 
-    pixels: np.ndarray[Any, Any] = rgb_of(image)
+    try:
+        pixels: np.ndarray[Any, Any] = rgb_of(image)
+    except RequestError as error:
+        raise RequestError(f"{where}: {error.message}", param=where, code=error.code) from error
     return pixels
 
 

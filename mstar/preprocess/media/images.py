@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mstar.errors import RequestError
 from mstar.preprocess.media.limits import MediaLimits
@@ -23,6 +23,8 @@ from mstar.preprocess.media.types import Pixels
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded; each tells its size before its pixels."""
 _LIMITS = MediaLimits()
+_STRIP = 2**20
+"""Pixels that are laid on white together, so that a large image is there twice at most."""
 _DEFAULT_SECONDS = 0.1
 """How long a frame is shown that does not say so."""
 # What decoders raise over broken files, which are not all of one kind.
@@ -78,7 +80,8 @@ def decode_frames(data: bytes, limits: MediaLimits = _LIMITS) -> tuple[tuple[Pix
     """Return all frames of an animation, and how many a second; a still picture is one frame.
 
     Raises:
-        RequestError: As for :func:`decode_image`, or if there are too many frames or pixels.
+        RequestError: As for :func:`decode_image`, or if there are too many frames or pixels, or
+            the frames differ in size.
     """
     with _opened(data, limits) as image:
         num_frames = _guarded(lambda: int(getattr(image, "n_frames", 1)))
@@ -96,9 +99,11 @@ def decode_frames(data: bytes, limits: MediaLimits = _LIMITS) -> tuple[tuple[Pix
                 "down or leave frames out",
                 code="media_too_large",
             )
+        size = image.size
         frames, seconds = [], 0.0
         for number in range(num_frames):
             _guarded(lambda number=number: image.seek(number))  # type: ignore[misc]
+            _check_frame(image.size, size, number)
             frames.append(_guarded(lambda: _rgb(image.copy())))
             seconds += _shown_seconds(image)
     return tuple(frames), num_frames / seconds
@@ -139,11 +144,28 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
             f"the image is {width} x {height} pixels; each side must have at least 1",
             code="invalid_image",
         )
+    if max(width, height) > limits.image_side:
+        raise RequestError(
+            f"the image is {width} x {height} pixels; a side may have at most "
+            f"{limits.image_side}: scale it down or cut it",
+            code="media_too_large",
+        )
     if width * height > limits.image_pixels:
         raise RequestError(
             f"the image is {width} x {height}, {width * height} pixels; at most "
             f"{limits.image_pixels} are taken: scale it down",
             code="media_too_large",
+        )
+
+
+def _check_frame(size: tuple[int, int], first: tuple[int, int], number: int) -> None:
+    """Refuse a frame of another size than the first, whose size is all that was checked."""
+    if size != first:
+        shown = [f"{width} x {height}" for width, height in (size, first)]
+        raise RequestError(
+            f"the animation's frame {number} is {shown[0]}, the first {shown[1]}; all must have "
+            "one size",
+            code="invalid_video",
         )
 
 
@@ -178,14 +200,29 @@ def _rgb(image: Image.Image) -> Pixels:
             code="invalid_image",
         )
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(ground, image)
-    return np.array(image.convert("RGB"), np.uint8, order="C")
+        return _on_white(image)
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    return np.array(rgb, np.uint8, order="C")
+
+
+def _on_white(image: Image.Image) -> Pixels:
+    """Lay an image with transparency on white, some rows at a time."""
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    num_rows = max(1, _STRIP // width)
+    for top in range(0, height, num_rows):
+        bottom = min(height, top + num_rows)
+        strip = image.crop((0, top, width, bottom)).convert("RGBA")
+        ground = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        pixels[top:bottom] = np.asarray(Image.alpha_composite(ground, strip).convert("RGB"))
+    return pixels
 
 
 def _upright(image: Image.Image) -> Image.Image:
     try:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
+            # Without a turn it would be copied all the same.
+            return image
         return ImageOps.exif_transpose(image)
     except _BROKEN:
         # Broken metadata is no reason to refuse pixels that are whole.

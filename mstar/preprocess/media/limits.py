@@ -15,6 +15,8 @@ class MediaLimits:
 
     image_pixels: int = 2**26
     """Pixels of one image; more than a camera of 50 megapixels makes."""
+    image_side: int = 2**16
+    """Pixels of the longer side of one image; decoders keep books of every row."""
     request_pixels: int = 2**28
     """Pixels of all images and frames of one request."""
     audio_seconds: float = 3600.0

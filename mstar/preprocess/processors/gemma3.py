@@ -110,11 +110,8 @@ def build(folder: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> Gem
         raise WeightsError(
             f"{folder}: pictures are resized to {edge} pixels; the encoder takes {encoded}"
         )
-    ids = [config.get(f"{name}_token_index") for name in ("boi", "eoi")]
-    before, behind = (
-        tokenizer.token_text(default if token is None else token)
-        for token, default in zip(ids, (255_999, 256_000), strict=True)
-    )
+    before = _mark(config, "boi_token_index", 255_999, tokenizer)
+    behind = _mark(config, "eoi_token_index", 256_000, tokenizer)
     return Gemma3Processor(
         PixelRules.of(settings, Image.Resampling.BILINEAR, folder),
         edge,
@@ -127,3 +124,13 @@ def build(folder: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> Gem
             min_ratio=settings.get("pan_and_scan_min_ratio_to_activate", 1.2),
         ),
     )
+
+
+def _mark(config: dict[str, Any], name: str, default: int, tokenizer: TextTokenizer) -> str:
+    """Return the text of a token that stands around pictures."""
+    token = config.get(name)
+    token = default if token is None else token
+    text = tokenizer.token_text(token) if type(token) is int and token >= 0 else ""
+    if not text:
+        raise WeightsError(f"{name} is {token!r:.40}; it must be an id that the tokenizer knows")
+    return text

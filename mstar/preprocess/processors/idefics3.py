@@ -136,6 +136,11 @@ def build(folder: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> Ide
             f"{folder}: a tile of {tile} pixels, patches of {patch} and squares of {factor} give "
             f"{(tile / patch / factor) ** 2:g} slots a tile; image_seq_len is {stated}"
         )
+    encoded = vision.get("image_size")
+    if type(encoded) is int and tile > encoded:
+        raise WeightsError(
+            f"{folder}: tiles are {tile} pixels a side; the encoder takes at most {encoded}"
+        )
     return Idefics3Processor(
         PixelRules.of(settings, Image.Resampling.LANCZOS, folder),
         tile,

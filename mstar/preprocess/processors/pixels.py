@@ -85,7 +85,10 @@ class PixelRules:
                     np.broadcast_to(np.float32(settings.get(name, 0.5)), 3)[:, None]
                     for name in ("image_mean", "image_std")
                 )
-                table = (table - mean) / std
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    table = (table - mean) / std
+            if not np.isfinite(table).all():
+                raise ValueError("image_std has a zero, or a value is no number")
             return cls(Image.Resampling(settings.get("resample", resample)), table)
         except (TypeError, ValueError) as error:
             raise WeightsError(f"{where}: wrong settings of pictures: {error}") from error
@@ -137,9 +140,10 @@ def extent(settings: Mapping[str, Any], name: str, default: int, where: Path) ->
         WeightsError: If the size is something else.
     """
     size = settings.get(name, {"longest_edge": default})
-    edges = set(size.values()) if isinstance(size, dict) else set()
+    edges = list(size.values()) if isinstance(size, dict) else []
     keys = set(size) if isinstance(size, dict) else set()
-    edge = edges.pop() if len(edges) == 1 and keys & {"longest_edge", "height"} else None
+    is_square = bool(keys & {"longest_edge", "height"}) and edges.count(edges[0]) == len(edges)
+    edge = edges[0] if is_square else None
     if type(edge) is not int or edge < 1:
         raise WeightsError(f"{where}: {name} is {size!r:.60}; it must be the edge of a square")
     return edge

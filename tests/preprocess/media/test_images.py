@@ -143,6 +143,38 @@ def test_the_limit_is_the_deployments_and_the_message_says_both_sizes() -> None:
     assert decode_image(FILES["png"], MediaLimits(image_pixels=187)).shape == (11, 17, 3)
 
 
+@pytest.mark.parametrize("size", [(1, 2**26), (2**26, 1)])
+def test_a_side_too_long_is_refused_by_its_header(size: tuple[int, int]) -> None:
+    """Decoders keep eight bytes for each row, however short it is."""
+    with pytest.raises(RequestError, match="a side may have at most 65536"):
+        decode_image(_png(*size, zlib.compress(b"")))
+
+
+def test_transparency_of_a_large_image_lies_on_white_without_seams() -> None:
+    """More pixels than are laid on white together, in rows of no even share of them."""
+    every = RNG.integers(0, 256, (1200, 1001, 4), np.uint8)
+    image = Image.fromarray(every)
+    whole = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    np.testing.assert_array_equal(rgb_of(image), np.asarray(whole))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "TIFF"])
+def test_later_frames_of_another_size_are_refused_before_they_are_decoded(kind: str) -> None:
+    small, large = Image.new("L", (1, 1)), Image.new("L", (7000, 7000))
+    if kind == "TIFF":
+        data = encode(small, "TIFF", save_all=True, append_images=[large], compression="tiff_lzw")
+    else:
+        # The screen is as small as the first frame; the second has a place of its own.
+        head, body = encode(small, "GIF")[:-1], encode(large, "GIF")
+        palette = 13 + 3 * 2 ** ((body[10] & 7) + 1)
+        data = head + body[palette:]
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(RequestError, match="frame 1 is 7000 x 7000, the first 1 x 1") as caught:
+        decode_frames(data)
+    assert caught.value.code == "invalid_video"
+    assert psutil.Process().memory_info().rss - before < 16 * 2**20
+
+
 def test_transparency_lies_on_white() -> None:
     clear = np.zeros((2, 2, 4), np.uint8)
     clear[0, 0] = (10, 20, 30, 255)

@@ -54,7 +54,14 @@ def test_bytes_are_worth_what_the_reference_makes_of_them(settings: dict[str, An
 
 @pytest.mark.parametrize(
     "settings",
-    [{"resample": 77}, {"image_mean": [1.0, 2.0]}, {"image_std": "x"}, {"rescale_factor": []}],
+    [
+        {"resample": 77},
+        {"image_mean": [1.0, 2.0]},
+        {"image_std": "x"},
+        {"image_std": [0.5, 0.0, 0.5]},
+        {"image_mean": float("nan")},
+        {"rescale_factor": []},
+    ],
     ids=str,
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
@@ -80,7 +87,9 @@ def test_sizes_are_edges_of_squares() -> None:
     assert extent({}, "size", 7, HERE) == 7
     assert extent({"size": {"longest_edge": 5}}, "size", 7, HERE) == 5
     assert extent({"size": {"height": 6, "width": 6}}, "size", 7, HERE) == 6
-    for wrong in ({"height": 6, "width": 5}, {"shortest_edge": 4}, 3, {"longest_edge": 0}, {}):
+    wrong_sizes: list[object] = [{"height": 6, "width": 5}, {"shortest_edge": 4}, {}, 3]
+    wrong_sizes += [{"longest_edge": 0}, {"longest_edge": []}, {"height": {}, "width": {}}]
+    for wrong in wrong_sizes:
         with pytest.raises(WeightsError, match="it must be the edge of a square"):
             extent({"size": wrong}, "size", 7, HERE)
 

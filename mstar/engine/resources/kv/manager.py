@@ -104,7 +104,7 @@ class KVManager(Resource):
         self.cache = _allocate(self.layout, config)
         self.index = PrefixIndex()
         max_protected = int(num_pages * deployment.retention_share)
-        self.pool = PagePool(num_pages, self._forget, max_protected)
+        self.pool = PagePool(num_pages, self._forget, max_protected, deployment.clock)
         self.history = PageHistory()
         self._news = IndexNews(self.page_size, self.index) if deployment.kv_events else None
         self._offload: Offload | None = None
@@ -220,18 +220,25 @@ class KVManager(Resource):
             return 0
         pages, cut = self._match(keys, limit)
         # A copy's page could be one that another stream of the request was offered.
-        if cut and (opening.num_streams > 1 or not self._can_copy(opening, len(pages))):
+        if cut and (opening.num_streams > 1 or not self._can_copy(opening, pages, cut.page)):
             cut = None
         return len(pages) * self.page_size + (cut.end if cut else 0)
 
-    def _can_copy(self, opening: Opening, num_pages: int) -> bool:
-        """Tell whether an open stream has a page to copy a cut to, or can surely take one."""
+    def _can_copy(self, opening: Opening, pages: Sequence[int], cut_page: int) -> bool:
+        """Tell whether a stream has a page to copy a cut to, or can surely take one."""
         stream = self._streams.get((opening.request_id, opening.label))
-        if stream is None or num_pages < self._table.num_pages[stream.row]:
+        if stream is None:
+            # The cut page is held while it is copied: a pool that the stream just fits into lacks
+            # one page then, and waiting would not bring it.
+            needed = self._pages_for(len(opening.tokens)) - len(pages) + len(self._streams)
+            spare = self.pool.num_available - needed
+            idle = (self.pool.ref_count(page) == 0 for page in (*pages, cut_page))
+            return spare > len(pages) or spare >= sum(idle)
+        if len(pages) < self._table.num_pages[stream.row]:
             return True
         # Those of the prefix that nobody holds yet, and the cut page itself, will be held.
         assert stream.keys is not None, "a stream out of reuse was offered a cut"
-        return self.pool.num_available >= num_pages - stream.keys.num_indexed + 2
+        return self.pool.num_available >= len(pages) - stream.keys.num_indexed + 2
 
     def _keys_of(self, opening: Opening) -> StreamKeys | None:
         """Return the names of a stream's pages; ``None`` where it is out of reuse."""
