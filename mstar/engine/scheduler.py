@@ -126,8 +126,12 @@ class Scheduler:
         """Put a request that ended a leg where its arrival has it in the queue."""
         self._running.remove(request)
         self._close(request)
-        insort(self._waiting, request, key=lambda waiting: waiting.arrival)
+        self._queue(request)
         self._steady = None
+
+    def _queue(self, request: Request) -> None:
+        """Put a request that has run where its arrival has it in the queue."""
+        insort(self._waiting, request, key=lambda waiting: waiting.arrival)
 
     def schedule(
         self, launched: Batch | None = None
@@ -311,12 +315,15 @@ class Scheduler:
         return None
 
     def _preempt(self) -> None:
-        """Send the youngest running request back to the head of the queue."""
+        """Send the youngest running request back to the queue.
+
+        It stands at the head there, unless an older one waits for its next leg.
+        """
         request = max(self._running, key=lambda running: running.arrival)
         self._running.remove(request)
         self._close(request)
         request.restart()
-        self._waiting.appendleft(request)
+        self._queue(request)
         self._is_blocked = True
         self.num_preemptions += 1
 

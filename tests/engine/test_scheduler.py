@@ -168,6 +168,31 @@ def test_youngest_goes_back_to_the_head_of_the_queue() -> None:
     scheduler.check()
 
 
+def test_request_sent_back_stands_behind_an_older_one_that_waits_for_its_next_leg() -> None:
+    scheduler = Scheduler(CountingGate(6), max_num_seqs=8, max_num_batched_tokens=100)
+    oldest, *others = requests = [request_of(number, 4, 12) for number in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    batch, _ = scheduler.schedule()
+    assert batch is not None
+    serve(scheduler, batch)
+    leg = request_of(0, 20, 2)
+    scheduler.requeue(oldest)
+    oldest.begin(leg.prepared, leg.cursor, leg.component, leg.max_len)
+    while scheduler.num_preemptions == 0:
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        serve(scheduler, batch)
+        scheduler.check()
+    assert others[1].status is RequestStatus.WAITING
+    ended: list[str] = []
+    while scheduler.num_running + scheduler.num_waiting:
+        batch, _ = scheduler.schedule()
+        assert batch is not None
+        ended += [request.request_id for request in serve(scheduler, batch)]
+    assert ended == ["r1", "r0", "r2"]
+
+
 def test_request_that_cannot_run_even_alone_is_handed_back() -> None:
     scheduler = Scheduler(CountingGate(2), max_num_seqs=8, max_num_batched_tokens=100)
     for number, length in enumerate((12, 4)):

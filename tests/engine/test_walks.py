@@ -1,71 +1,41 @@
 """Walks of composite models through a whole engine: visits, streaming edges, legs, companions."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
+from mstar.engine.batch import Node
 from mstar.engine.chunks import Sentences, Sized
 from mstar.engine.engine import EngineCore
 from mstar.engine.graph import Cursor, Edge, ForEach, Graph, Loop, Parallel, Run, Sequential, Walk
 from mstar.engine.model import Leg, Model
 from mstar.engine.output import Emitted, RequestOutput
 from mstar.engine.request import (
-    Companion,
     Component,
-    ContextItem,
     PreparedRequest,
     Request,
-    context_root,
 )
 from mstar.engine.resources.base import Deployment
-from mstar.engine.resources.encoder.config import EncoderConfig, EncoderSpec, EncoderStep
-from mstar.engine.resources.kv.config import KVStep
-from mstar.engine.resources.position.config import PositionStep
-from mstar.engine.resources.sampler.config import SampleStep, SamplingParams
-from mstar.engine.resources.step import NodeStep, Segment
 from mstar.models.composite import Scope
-from mstar.models.decoder import DecoderModel, DecoderNode, load
-from mstar.models.dummy import DummyCheckpoint
-from mstar.models.toy import TOY_CONFIG, toy_model
-from mstar.models.toy_items import ToyEncoder
-from mstar.preprocess.items import array_of, item_digest, prompt_keys
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-
-class Visited(Node):
-    """A node of visits that does what it is told and notes who came together."""
-
-    kind = NodeKind.VISIT
-
-    def __init__(
-        self,
-        act: Callable[[Request, object], Sequence[Emitted]] = lambda request, chunk: (),
-        max_batch: int | None = None,
-        shape: Callable[[Request, object], Hashable] = lambda request, part: None,
-    ) -> None:
-        self._act = act
-        self._shape = shape
-        self.max_batch = max_batch
-        self.batches: list[list[str]] = []
-
-    def shape(self, request: Request, part: object) -> Hashable:
-        return self._shape(request, part)
-
-    def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
-        self.batches.append([request.request_id for request in batch.requests])
-        assert batch.chunks is not None
-        pairs = zip(batch.requests, batch.chunks, strict=True)
-        return NodeOutput(
-            token_ids=(), emitted={i: self._act(*pair) for i, pair in enumerate(pairs)}
-        )
+from mstar.models.decoder import DecoderModel, DecoderNode
+from mstar.models.toy import toy_model
+from mstar.preprocess.items import array_of
+from tests.engine.toys import (
+    GREEDY,
+    Guided,
+    Visited,
+    decoder_of,
+    guided_model,
+    guiding,
+    keyed,
+    listener,
+    listening,
+)
 
 
 class Visits(Model):
@@ -324,13 +294,6 @@ class Relay(Model):
         return request.finish_reason is not None
 
 
-def keyed(name: str, ids: list[int], root: bytes | None, **fields: Any) -> PreparedRequest:
-    keys = [] if root is None else prompt_keys(ids, (), 4, root)
-    return PreparedRequest(
-        request_id=name, token_ids=ids, params=GREEDY, page_keys=keys, root=root, **fields
-    )
-
-
 def answer(seed: int, ids: list[int]) -> list[int]:
     engine = engine_of(toy_model(seed))
     engine.add_request(keyed("r", ids, None))
@@ -386,64 +349,6 @@ def test_a_leg_that_cannot_be_served_ends_its_request_with_the_reason() -> None:
 # Items beside the stream.
 
 
-class Listener(DecoderNode):
-    """A decoder that adds the mean of what it is beside to every embedding."""
-
-    def declare(self, batch: Batch) -> NodeStep:
-        step = super().declare(batch)
-        return NodeStep(step.segments, {**step.resources, "encoder": EncoderStep()})
-
-    def embed(self, ids: Tensor, batch: Batch, plans: Mapping[str, Any]) -> Tensor:
-        x = self.embed_ids(ids)
-        row = 0
-        for request, segment in zip(batch.requests, batch.segments, strict=True):
-            for item in request.context:
-                x[row : row + segment.span] += plans["encoder"].read(item.name).mean(0)
-            row += segment.span
-        return x
-
-
-def listener() -> tuple[DecoderModel, ToyEncoder]:
-    config = TOY_CONFIG | {"architectures": ["LlamaForCausalLM"]}
-    model = load(
-        DummyCheckpoint(Path("toy"), config, seed=3),
-        name="listener",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        node_class=Listener,
-    )
-    (decoder,) = model.nodes
-    encoder = ToyEncoder(config["hidden_size"], 3)
-    model.nodes = {**model.nodes, "encoder": encoder}
-    model.graph = replace(
-        model.graph, nodes=(decoder, "encoder"), edges=(Edge("encoder", decoder, "sound"),)
-    )
-    model.encoders = {"sound": "encoder"}
-    model.specs = (
-        *model.specs,
-        EncoderSpec(
-            "encoder", {decoder, "encoder"}, EncoderConfig(hidden_size=config["hidden_size"])
-        ),
-    )
-    return model, encoder
-
-
-def listening(name: str, ids: list[int], sound: int, root: bytes | None) -> PreparedRequest:
-    generator = torch.Generator().manual_seed(sound)
-    features = torch.randn(6, 8, generator=generator).numpy()
-    digest = item_digest(features, kind="sound", processor=b"toy", parameters={}, length=6)
-    context = [ContextItem("sound", digest, 6, {"features": array_of(features)})]
-    keys = [] if root is None else prompt_keys(ids, (), 4, context_root(root, context) or b"")
-    return PreparedRequest(
-        request_id=name,
-        token_ids=ids,
-        params=GREEDY,
-        page_keys=keys,
-        root=root,
-        context=context,
-    )
-
-
 def test_what_is_beside_a_stream_is_encoded_once_and_never_mixed_up() -> None:
     ids = list(range(5, 18))
     alone = {}
@@ -480,59 +385,6 @@ def test_what_is_beside_a_stream_stays_while_the_stream_runs() -> None:
 # Companions.
 
 
-class Guided(DecoderNode):
-    """A decoder that samples from what its main stream says beyond its companion."""
-
-    scale = 3.0
-
-    def declare(self, batch: Batch) -> NodeStep:
-        segments: list[Segment] = []
-        for segment in batch.segments:
-            segments += [segment, segment._replace(label="other")]
-        sampled = tuple(batch.segments[i] for i in batch.yielding)
-        step = super().declare(batch)
-        return NodeStep(
-            tuple(segments),
-            {
-                "kv": KVStep(),
-                "position": PositionStep(),
-                "attention": step.resources["attention"],
-                "sampler": SampleStep(sampled),
-            },
-        )
-
-    def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
-        spans = [segment.span for segment in batch.segments]
-        both = zip(
-            torch.from_numpy(batch.token_ids()).split(spans),
-            torch.from_numpy(batch.token_ids("other")).split(spans),
-            strict=True,
-        )
-        ids = torch.cat([piece for pair in both for piece in pair])
-        logits = self.compute(ids, plans)
-        ends = torch.tensor([span for span in spans for _ in range(2)]).cumsum(0) - 1
-        main, other = logits[ends[0::2]], logits[ends[1::2]]
-        guided = (other + self.scale * (main - other))[list(batch.yielding)]
-        if not batch.yielding:
-            return NodeOutput(token_ids=())
-        return NodeOutput(token_ids=plans["sampler"].sample(guided).token_ids.tolist())
-
-
-def guided_model() -> DecoderModel:
-    return load(
-        DummyCheckpoint(Path("toy"), TOY_CONFIG | {"architectures": ["LlamaForCausalLM"]}, seed=4),
-        name="guided",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        node_class=Guided,
-    )
-
-
-def guiding(name: str, ids: list[int], other: list[int], root: bytes | None) -> PreparedRequest:
-    keys = [] if root is None else prompt_keys(other, (), 4, root)
-    return keyed(name, ids, root, companions=[Companion("other", other, keys)])
-
-
 GUIDED = {
     "a": ([5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 0, 0, 0, 0, 0, 0, 0, 13]),
     "b": ([5, 40, 41, 42, 43], [5, 0, 0, 0, 43]),
@@ -567,13 +419,7 @@ def spied(seen: list[Tensor]) -> DecoderModel:
             seen.append(found)
             return found
 
-    return load(
-        DummyCheckpoint(Path("toy"), TOY_CONFIG | {"architectures": ["LlamaForCausalLM"]}, seed=4),
-        name="spied",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        node_class=Spy,
-    )
+    return decoder_of(4, "spied", Spy)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import JanusForConditionalGeneration
 
-from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.spans import Span
 from mstar.errors import RequestError, UnsupportedError, WeightsError
 from mstar.models import describe_model, load_model
@@ -207,42 +205,6 @@ def test_guidance_changes_the_image_and_seeds_repeat_it(pair: Pair) -> None:
 # Laws.
 
 
-def test_images_side_by_side_are_those_made_alone(pair: Pair) -> None:
-    studio = Studio(pair.ours)
-    prompts = [painting(seed, 3 + 5 * seed) for seed in range(5)]
-    for index, prompt in enumerate(prompts):
-        studio.paint(str(index), prompt, 2.0 + index, temperature=1.0, seed=index)
-    answers = studio.drain()
-    assert max(studio.painter.sizes) == 5
-    for index, prompt in enumerate(prompts):
-        expected = alone(pair, prompt, 2.0 + index, temperature=1.0, seed=index)
-        assert_same(answers[str(index)], expected)
-
-
-def test_texts_and_images_side_by_side_are_those_made_alone(pair: Pair) -> None:
-    studio = Studio(pair.ours)
-    for name, (parts, _) in MIXED.items():
-        studio.write(name, parts)
-        studio.paint(f"image beside {name}", painting(len(name), 8))
-    answers = studio.drain()
-    for name, (parts, _) in MIXED.items():
-        single = Studio(pair.ours, enable_prefix_caching=False)
-        single.write(name, parts)
-        assert_same(answers[name], single.drain()[name])
-        assert answers[name].told == answers[name].tokens
-        assert_same(answers[f"image beside {name}"], alone(pair, painting(len(name), 8)))
-
-
-@pytest.mark.parametrize("budget", [3, 7, 19])
-def test_chunks_never_change_an_image(pair: Pair, budget: int) -> None:
-    studio = Studio(pair.ours, max_num_batched_tokens=budget)
-    for seed in (6, 7):
-        studio.paint(str(seed), painting(seed, 26))
-    answers = studio.drain()
-    for seed in (6, 7):
-        assert_same(answers[str(seed)], alone(pair, painting(seed, 26)))
-
-
 def test_both_streams_reuse_what_they_share_with_earlier_ones(pair: Pair) -> None:
     studio = Studio(pair.ours)
     prompt = painting(8, 18)
@@ -268,53 +230,6 @@ def test_identical_images_at_once_are_computed_by_one_and_shared(pair: Pair) -> 
     for index, prompt in enumerate([*prompts, *prompts]):
         assert_same(answers[str(index)], alone(pair, prompt))
     assert sum(answer.num_cached_tokens for answer in answers.values()) > 20
-
-
-def test_images_survive_preemption(pair: Pair) -> None:
-    # Each needs 2 streams of 9 pages; 3 of them do not fit at once.
-    studio = Studio(pair.ours, num_pages=44, max_model_len=64)
-    for seed in range(10, 15):
-        studio.paint(str(seed), painting(seed, 18), temperature=1.0, seed=seed)
-    answers = studio.drain()
-    assert studio.engine.stats().num_preemptions > 0
-    for seed in range(10, 15):
-        expected = alone(pair, painting(seed, 18), temperature=1.0, seed=seed)
-        assert_same(answers[str(seed)], expected)
-
-
-def test_image_aborted_at_any_time_leaves_nothing_behind(pair: Pair) -> None:
-    for steps in (0, 1, 4, SLOTS):
-        studio = Studio(pair.ours)
-        studio.paint("gone", painting(1, 9))
-        studio.paint("kept", painting(2, 9))
-        for _ in range(steps):
-            studio.step()
-        assert studio.engine.abort("gone")
-        assert_same(studio.drain()["kept"], alone(pair, painting(2, 9)))
-
-
-def test_second_question_about_an_image_encodes_and_prefills_it_no_more(pair: Pair) -> None:
-    studio = Studio(pair.ours)
-    for before in range(5):
-        start = [[BOS, *ids(20 + before, before)], *look(6)]
-        for seed in (1, 2):
-            parts = [*start, ids(seed, 7)]
-            studio.write("question", parts)
-            answer = studio.drain()["question"]
-            single = Studio(pair.ours, enable_prefix_caching=False)
-            single.write("alone", parts)
-            assert_same(answer, single.drain()["alone"])
-            # The image's last slot at least; the token behind it may share its page.
-            assert answer.num_cached_tokens >= (seed == 2) * (2 + before + SLOTS)
-
-
-def test_request_for_an_image_is_the_same_in_another_process(pair: Pair) -> None:
-    studio = Studio(pair.ours)
-    request = studio.painting("image", painting(9, 7), 2.5)
-    packed = msgspec.msgpack.encode(request)
-    studio.engine.add_request(msgspec.msgpack.decode(packed, type=PreparedRequest))
-    studio.answers["image"] = Answer()
-    assert_same(studio.drain()["image"], alone(pair, painting(9, 7), 2.5))
 
 
 # What the model says of itself, and what it refuses.

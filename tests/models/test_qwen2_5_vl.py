@@ -1,7 +1,6 @@
 """Qwen2.5-VL against transformers on the same weights, and the laws of reuse on it."""
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.resources.step import NodeStep
@@ -30,77 +28,21 @@ from mstar.preprocess.items import PromptItem
 from mstar.preprocess.media.types import ImageMedia, Media, VideoMedia
 from mstar.preprocess.processors.qwen2_5_vl import QwenProcessor, build
 from mstar.preprocess.tokenizer import TextTokenizer
-from tests.laws.harness import PAGE_SIZE, Answer, Bench, Picture, Prompt, ask, assert_same, prompt
-
-IMAGE, VIDEO, START, END = 150, 151, 152, 153
-VOCAB = 160
-PATCH, SIDE = 4, 8
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    # Large, so that leaving it out would show.
-    "rms_norm_eps": 1e-3,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": PATCH,
-    # Two by two slots; the layer in the middle sees whole frames.
-    "window_size": 16,
-    "fullatt_block_indexes": [1],
-    "tokens_per_second": 2,
-}
-PIXELS = {"shortest_edge": 64, "longest_edge": 96 * 96}
+from tests.laws.harness import Answer, Bench, Picture, Prompt, ask, assert_same, prompt
+from tests.models import qwen_folder
+from tests.models.qwen_folder import END, IMAGE, PATCH, START, VIDEO, VOCAB, images
 
 
-def _config() -> Qwen2_5_VLConfig:
-    return Qwen2_5_VLConfig(
-        text_config=TEXT,
-        vision_config=VISION,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    qwen_folder.save(path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def reference() -> Qwen2_5_VLForConditionalGeneration:
-    """A model of drawn weights, of such sizes that pictures and positions matter."""
-    generator = torch.Generator().manual_seed(0)
-    model: Qwen2_5_VLForConditionalGeneration = Qwen2_5_VLForConditionalGeneration(_config())
-    model.eval()
-    for name, parameter in model.named_parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() > 1:
-            width = parameter[0].numel()
-            drawn *= 1.0 if "embed_tokens" in name else 1.5 * width**-0.5
-        else:
-            drawn = 0.1 * drawn + (1.0 if name.endswith("weight") else 0.0)
-        parameter.data.copy_(drawn)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
-def folder(
-    reference: Qwen2_5_VLForConditionalGeneration, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    reference.save_pretrained(path)
-    images().save_pretrained(path)
-    return path
+    return qwen_folder.reference()
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +51,6 @@ def model(folder: Path) -> DecoderModel:
     assert dtype == "float32"
     assert isinstance(loaded, DecoderModel)
     return loaded
-
-
-def images() -> Qwen2VLImageProcessorPil:
-    """The reference's own processor of pictures."""
-    return Qwen2VLImageProcessorPil(patch_size=PATCH, size=PIXELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -373,90 +310,6 @@ def test_second_question_about_a_picture_runs_no_encoder_wherever_on_a_page_it_e
     is_filled = (before + length + 2) % 16 == 0
     assert answer.num_cached_tokens == before + 1 + length + is_filled
     assert_same(answer, ask(model, second))
-
-
-def test_pictures_of_several_requests_are_encoded_in_one_forward(
-    model: DecoderModel, encoded: list[int]
-) -> None:
-    prompts = [around(*prompt(n, 3), photo(40 + n, 16 + 8 * n, 24), n + 3) for n in range(4)]
-    bench = Bench(model)
-    for number, parts in enumerate(prompts):
-        bench.add(str(number), parts)
-    answers = bench.drain()
-    assert sum(encoded) == 4
-    assert max(encoded) > 1
-    for number, parts in enumerate(prompts):
-        assert_same(answers[str(number)], ask(model, parts))
-
-
-@pytest.mark.parametrize("budget", [35, 41, 64])
-def test_chunks_change_no_answer(model: DecoderModel, budget: int) -> None:
-    for parts in (
-        around(*prompt(4, 9), photo(10, 40, 56), *prompt(5, 9), photo(11, 16, 16), 7),
-        around(*prompt(6, 2), video(12, 4, 4.0, 16, 40), *prompt(5, 40)),
-    ):
-        bench = Bench(model, max_num_batched_tokens=budget)
-        assert_same(turn(bench, parts), ask(model, parts))
-
-
-def test_generated_text_behind_pictures_is_reused_by_the_next_turn(model: DecoderModel) -> None:
-    """Positions of generated ids follow the picture's, not the number of stored slots."""
-    bench = Bench(model)
-    history = around(*prompt(5, 3), photo(13, 24, 40), *prompt(6, 2))
-    num_slots, num_stored = 3 + 1 + 15 + 1 + 2, 0
-    for number in range(3):
-        answer = turn(bench, history, max_tokens=9)
-        assert_same(answer, ask(model, history, max_tokens=9))
-        assert answer.num_cached_tokens == num_stored // PAGE_SIZE * PAGE_SIZE
-        # The last token that was generated is not stored.
-        num_stored = num_slots + 8
-        num_slots += 9 + 3
-        history = [*history, *answer.token_ids, *prompt(50 + number, 3)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_traffic_over_a_small_pool_is_answered_as_without_reuse(
-    model: DecoderModel, seed: int
-) -> None:
-    """Batches, chunks, hits, preemptions and resets, all mixed."""
-    rng = random.Random(seed)
-    films = [photo(14, 16, 24), photo(15, 40, 16), video(16, 4, 3.0, 16, 24), photo(17, 8, 8)]
-    bench = Bench(
-        model,
-        num_pages=24,
-        max_num_seqs=4,
-        max_num_batched_tokens=rng.choice((16, 64)),
-        encoder_cache_tokens=rng.choice((16, 40)),
-    )
-    expected = {}
-    for number in range(9):
-        stem: list[int | Photo] = [
-            *prompt(rng.randrange(3), 3),
-            rng.choice(films),
-            *prompt(9, 2),
-            rng.choice(films),
-        ]
-        parts = around(*stem[: rng.randrange(1, len(stem) + 1)], *prompt(number, 2))
-        count = rng.randrange(1, 20)
-        bench.add(str(number), parts, max_tokens=count)
-        expected[str(number)] = ask(model, parts, max_tokens=count)
-        for _ in range(rng.randrange(4)):
-            bench.step()
-        if rng.random() < 0.1:
-            bench.engine.reset_prefix_cache()
-    for name, answer in bench.drain().items():
-        assert_same(answer, expected[name])
-
-
-def test_preempted_request_goes_on_as_if_it_had_not_been(model: DecoderModel) -> None:
-    prompts = [around(*prompt(n, 2), photo(60 + n, 16, 24), n + 5) for n in range(3)]
-    bench = Bench(model, num_pages=14, max_num_seqs=3)
-    for number, parts in enumerate(prompts):
-        bench.add(str(number), parts, max_tokens=24)
-    answers = bench.drain()
-    assert bench.engine.stats().num_preemptions > 0
-    for number, parts in enumerate(prompts):
-        assert_same(answers[str(number)], ask(model, parts, max_tokens=24))
 
 
 def test_same_frames_at_another_rate_share_nothing_of_the_video(model: DecoderModel) -> None:

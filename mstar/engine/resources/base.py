@@ -7,9 +7,10 @@ A step's life: ``admit`` → ``plan`` → the node's forward calls the plan → 
 """
 
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -73,6 +74,10 @@ class Deployment:
     """Record decode steps at start and replay them, where device and backend can."""
     overlap: bool = True
     """Launch a recorded step before the tokens of the one before it are read, where that can be."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model, a device each."""
+    clock: Callable[[], float] = time.monotonic
+    """Time by which pages are protected, in seconds; the same on all ranks."""
 
 
 class Naming:
