@@ -22,12 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import gpu_offline, gpu_sampling
 from benchmarks.__main__ import table
-from mstar.engine.engine import EngineCore
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.models import load_model
+from mstar.models.ranks import open_engine
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -96,18 +95,14 @@ class Bench:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
-            model, _ = load_model(folder, dtype="bfloat16", device="cuda", load_format="dummy")
-        torch.cuda.synchronize()
-        loaded = time.perf_counter()
-        self.core = EngineCore(model, deployment)
+            self.core = open_engine(folder, deployment, dtype="bfloat16", load_format="dummy")
         torch.cuda.synchronize()
         print(
-            f"weights drawn in {loaded - started:.1f} s, engine built in "
-            f"{time.perf_counter() - loaded:.1f} s, "
+            f"weights drawn and engine built in {time.perf_counter() - started:.1f} s, "
             f"{torch.cuda.memory_allocated() / 1e9:.1f} GB in use",
             flush=True,
         )
-        self._vocab_size = model.vocab_size
+        self._vocab_size = self.core.model.vocab_size
         self._generator = torch.Generator().manual_seed(0)
         self._num_requests = 0
 
@@ -168,7 +163,9 @@ class Bench:
             "floor ms": f"{floor:.2f}",
             "ratio": f"{wall / floor:.2f}",
         }
-        for recorder in self.core._runner._recorders.values():
+        # One of several ranks cannot run its part alone.
+        is_alone = self.core.deployment.tensor_parallel_size == 1
+        for recorder in self.core._runner._recorders.values() if is_alone else ():
             size = next((size for size in recorder._sizes if size >= batch), None)
             if size is not None:
                 # The last step again: what the device alone takes, sampling left out.
@@ -291,6 +288,7 @@ def main() -> None:
     parser.add_argument("--attention-backend")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kv-cache-gib", type=int, help="default: what is left of the memory")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
@@ -320,6 +318,7 @@ def main() -> None:
             kv_cache_bytes=asked.kv_cache_gib and asked.kv_cache_gib << 30,
             attention_backend=asked.attention_backend,
             cuda_graphs=asked.cuda_graphs,
+            tensor_parallel_size=asked.tensor_parallel_size,
         ),
     )
     rows = [bench.decode(batch, asked.context) for batch in asked.decode]
@@ -332,6 +331,7 @@ def main() -> None:
         print(table([bench.overhead(batch, asked.context) for batch in asked.overhead]), flush=True)
     if asked.offline:
         print(table([bench.offline(num_requests) for num_requests in asked.offline]), flush=True)
+    bench.core.close()
 
 
 if __name__ == "__main__":

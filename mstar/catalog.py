@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from mstar.preprocess.processors import load_processor, load_tokenizer
 from mstar.preprocess.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
+    from mstar.engine.engine import EngineCore
     from mstar.engine.model import Model
+    from mstar.engine.resources.base import Deployment
     from mstar.models.base import Description
 
 COMPOSITES: dict[str, str] = {"voice": "mstar.assistant.load"}
@@ -50,6 +53,41 @@ def load_model(
     _check_format(name, load_format)
     loaded: tuple[Model, str] = composite.load(name, dtype=dtype, device=device, progress=progress)
     return loaded
+
+
+def open_engine(
+    name: str,
+    deployment: "Deployment",
+    *,
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
+    on_loss: Callable[[str], object] | None = None,
+) -> "EngineCore":
+    """Load a model and return the engine that serves it, on as many ranks as it is to have.
+
+    Args:
+        name: As for ``load_model``.
+        deployment: The engine's numbers; its dtype is set from ``dtype``.
+        dtype: As for ``load_model``.
+        progress: As for ``load_model``.
+        on_loss: Told, by a thread of its own, when one of several ranks ends unasked.
+
+    Raises:
+        MstarError: As ``load_model`` and ``EngineCore`` do, and as ranks need it.
+    """
+    if deployment.tensor_parallel_size != 1:
+        if _composite(name) is not None:
+            raise ConfigError(
+                f"tensor_parallel_size is {deployment.tensor_parallel_size}; {name!r} is put "
+                "together out of several models, which run on one device"
+            )
+        from mstar.models import ranks  # noqa: PLC0415 - not before a model is to be loaded
+
+        return ranks.open_engine(name, deployment, dtype=dtype, progress=progress, on_loss=on_loss)
+    from mstar.engine.engine import EngineCore  # noqa: PLC0415
+
+    model, dtype = load_model(name, dtype=dtype, device=deployment.device, progress=progress)
+    return EngineCore(model, replace(deployment, dtype=dtype))
 
 
 def describe_model(

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Self, SupportsIndex, TypeGuard
 
-from mstar.catalog import load_model, load_prompting, locate
-from mstar.engine.engine import EngineCore
+from mstar.catalog import load_prompting, locate, open_engine
 from mstar.engine.output import Emitted, EngineStats, FinishReason, RequestOutput, TokenLogprobs
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
@@ -231,8 +230,8 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         deployment = deployment or Deployment()
-        loaded, dtype = load_model(model, dtype=dtype, device=deployment.device, progress=progress)
-        self.core = EngineCore(loaded, replace(deployment, dtype=dtype))
+        self.core = open_engine(model, deployment, dtype=dtype, progress=progress)
+        loaded = self.core.model
         self.tokenizer, processor = load_prompting(locate(model))
         self._preparer = PromptPreparer(
             self.tokenizer,

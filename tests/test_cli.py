@@ -167,7 +167,7 @@ def test_a_prompt_that_cannot_run_is_told_before_weights_are_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mstar.library.load_model", pytest.fail)
+    monkeypatch.setattr("mstar.library.open_engine", pytest.fail)
     assert main(["generate", model, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert word in line

@@ -283,6 +283,19 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="eager, sdpa, paged or flashinfer (default: best)",
     )
+    add(
+        "--tensor-parallel-size",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="devices that share the model, a process each (default: %(default)s)",
+    )
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="launch a step on a GPU before the tokens of the one before it are read",
+    )
     group = parser.add_argument_group("limits and KV cache")
     add = group.add_argument
     add(
@@ -415,6 +428,8 @@ def _engine_options(arguments: argparse.Namespace) -> "EngineOptions":
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         enable_prefix_caching=arguments.enable_prefix_caching,
         attention_backend=arguments.attention_backend,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        overlap=arguments.overlap,
         host_cache_bytes=arguments.host_cache_memory,
         disk_cache_bytes=arguments.disk_cache_space,
         disk_cache_dir=arguments.disk_cache_dir,

@@ -1,4 +1,4 @@
-"""Recorded forwards: decode steps as CUDA graphs, replayed for steps that fit.
+"""Recorded forwards: decode steps and short prompts as CUDA graphs, replayed for steps that fit.
 
 A replay may be launched ahead, behind another whose tokens nobody has read; see ``overlap``.
 """
@@ -15,8 +15,13 @@ from torch import Tensor
 
 from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.overlap import Flight, Pending
+from mstar.engine.pieces import Pieces, Place
+from mstar.engine.resources.attention.manager import AttentionManager
 from mstar.engine.resources.base import Resource
+from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.mirror import Fence, Mirror, send
+from mstar.engine.resources.position.manager import PositionManager
+from mstar.engine.resources.sampler.manager import SamplerManager
 from mstar.engine.resources.step import NodeStep
 
 logger = logging.getLogger(__name__)
@@ -52,6 +57,23 @@ class RecordableNode(Node):
             plans: As ``forward`` takes them.
             before: int64 ``[num_segments]``, on the device: the tokens that were computed, where
                 the requests' lists end before these; ``None``: their last.
+        """
+
+
+class SelectingNode(RecordableNode):
+    """One whose steps of several tokens a segment are functions of ids and plans, too.
+
+    That holds as long as requests are token ids, in one stream each.
+    """
+
+    @abstractmethod
+    def compute_rows(self, ids: Tensor, plans: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """Return what ``compute`` does, of some tokens.
+
+        Args:
+            ids: int64 ``[num_tokens]``, on the device.
+            plans: As ``forward`` takes them.
+            rows: int64 ``[num_rows]``, on the device: the tokens whose output is wanted.
         """
 
 
@@ -107,12 +129,18 @@ class Recorder:
         self._device = device
         self._recordings: dict[int, _Recording] = {}
         self._sizes: list[int] = []
+        self._pieces: dict[int, Pieces] = {}
+        """By tokens of the step, ascending."""
+        self._place: Place | None = None
+        self._pool: Any = None
         self._sent = Fence(device)
         """Behind the last copy to the device, whose memory the next plans write again."""
         self.num_replays = 0
         """Steps that were replayed."""
         self.num_ahead = 0
         """Those of them that were launched ahead."""
+        self.num_pieced = 0
+        """Steps that were replayed in pieces."""
 
     def record(self, sizes: Sequence[int]) -> bool:
         """Record all sizes, largest first so that the others fit in its memory.
@@ -121,7 +149,7 @@ class Recorder:
             False where a resource has no fixed plan; nothing was recorded then.
         """
         step = self._node.declare(Batch.of(self._name, ()))
-        pool = torch.cuda.graph_pool_handle()
+        pool = self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         for place, size in enumerate(sorted(sizes, reverse=True), 1):
             ids = Mirror(size, torch.int64, self._device)
@@ -141,6 +169,40 @@ class Recorder:
             logger.info("recorded decode size %d, %d of %d", size, place, len(sizes))
         self._sizes = sorted(self._recordings)
         return True
+
+    def record_pieces(self, sizes: Sequence[int], num_rows: int) -> bool:
+        """Record short steps, where the node and its resources are of the kinds that allow it.
+
+        Args:
+            sizes: Tokens of the steps.
+            num_rows: Requests that one of them may have at most.
+
+        Returns:
+            False where they are not; nothing was recorded then.
+        """
+        node, place = self._node, self._find_place()
+        if not isinstance(node, SelectingNode) or place is None:
+            return False
+        step = node.declare(Batch.of(self._name, ()))
+        stream = torch.cuda.Stream(self._device)
+        for size in sorted(sizes, reverse=True):
+            pieces = Pieces(size, num_rows, self._device)
+            plans = self._plan_pieces(size, step, place)
+            pieces.record(node.compute_rows, plans, place, self._pool, stream)
+            self._pieces[size] = pieces
+            logger.info("recorded steps of up to %d tokens", size)
+        self._pieces = dict(sorted(self._pieces.items()))
+        self._place = place
+        return True
+
+    def _find_place(self) -> Place | None:
+        """Return which resources are the cache and attention, where all are of known kinds."""
+        kinds = {key: type(resource) for key, resource in self._resources.items()}
+        known = (KVManager, PositionManager, AttentionManager, SamplerManager)
+        if sorted(k.__name__ for k in kinds.values()) != sorted(k.__name__ for k in known):
+            return None
+        by_kind = {kind: key for key, kind in kinds.items()}
+        return Place(by_kind[KVManager], by_kind[AttentionManager])
 
     def size_for(self, batch: Batch) -> int | None:
         """Return the size that holds the batch; ``None``: it does not fit any."""
@@ -163,6 +225,9 @@ class Recorder:
         Returns:
             The step's output, and what was launched behind it.
         """
+        if not batch.is_decode:
+            output = self._run_pieces(batch, step)
+            return None if output is None else (output, None)
         rows = None
         if flight is not None and flight.revision == self._revision():
             rows = flight.rows_of(batch)
@@ -201,6 +266,38 @@ class Recorder:
         pending = self._node.launch(recording.rows[:count], plans, before)
         return Flight(batch=batch, pending=pending, revision=self._revision())
 
+    def _run_pieces(self, batch: Batch, step: NodeStep) -> NodeOutput | None:
+        """Replay a step of several tokens a segment; ``None`` if it does not fit."""
+        place = self._place
+        # Whatever else a node may want of a step shows in its segments or in the requests' items.
+        if place is None or step.segments is not batch.segments or _has_items(batch):
+            return None
+        count = sum(segment.span for segment in batch.segments)
+        pieces = next((own for size, own in self._pieces.items() if size >= count), None)
+        if pieces is None or len(batch.yielding) > pieces.num_rows:
+            return None
+        plans = self._plan_pieces(pieces.size, step, place)
+        pieces.fill(batch.token_ids(), batch.last_rows(), plans[place.kv].slots)
+        self._sent.set()
+        rows = pieces.run(plans[place.attention], count)
+        self.num_pieced += 1
+        if not batch.yielding:
+            return NodeOutput(token_ids=())
+        return self._node.launch(rows[: len(batch.yielding)], plans).fetch()
+
+    def _plan_pieces(self, size: int, step: NodeStep, place: Place) -> dict[str, Any]:
+        """Return the plans of a step, the positions filled up to ``size`` tokens."""
+        self._sent.wait()
+        plans: dict[str, Any] = {}
+        for key, resource in self._resources.items():
+            segments, own = step.segments_of(key), step.resources[key]
+            if isinstance(resource, PositionManager):
+                plans[key] = resource.plan_fixed(size, segments, own, plans)
+            else:
+                plans[key] = resource.plan(segments, own, plans)
+        self._sent.set()
+        return plans
+
     def _revision(self) -> int:
         return sum(resource.revision for resource in self._resources.values())
 
@@ -215,3 +312,7 @@ class Recorder:
             plans[key] = plan
         self._sent.set()
         return plans if len(plans) == len(self._resources) else None
+
+
+def _has_items(batch: Batch) -> bool:
+    return any(request.items for request in batch.requests)

@@ -157,6 +157,7 @@ class EngineCore:
         try:
             result = self._runner.run(batch, goes_on)
         except Exception as error:
+            self._on_failure(error)
             if len(batch.requests) == 1:
                 request = batch.requests[0]
                 logger.exception("request %s failed", request.request_id)
@@ -171,6 +172,9 @@ class EngineCore:
                 for output in self._run(batch.alone(index))
             ]
         return self._walker.record(batch, result)
+
+    def _on_failure(self, error: Exception) -> None:
+        """Be told of a step that failed, before its requests run one by one."""
 
     def reset_prefix_cache(self) -> int:
         """Forget everything kept for reuse, in every tier; returns how many entries went.

@@ -10,6 +10,7 @@ import torch
 from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
 from mstar.engine.capture import RecordableNode, Recorder, decode_sizes
 from mstar.engine.overlap import Flight
+from mstar.engine.pieces import piece_sizes
 from mstar.engine.request import Request, context_root
 from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -89,7 +90,9 @@ class Runner:
             resource.connect(root)
 
     def disconnect(self, timeout: float) -> None:
-        """Let every resource put away what is to outlive the engine."""
+        """Let every resource put away what is to outlive the engine, and drop what is recorded."""
+        self._flight = None
+        self._recorders.clear()
         deadline = time.monotonic() + timeout
         for resource in self.resources.values():
             resource.disconnect(max(0.0, deadline - time.monotonic()))
@@ -105,6 +108,8 @@ class Runner:
                 with torch.inference_mode():
                     if recorder.record(sizes):
                         self._recorders[name] = recorder
+                        short = piece_sizes(deployment.max_num_batched_tokens)
+                        recorder.record_pieces(short, deployment.max_num_seqs)
 
     def ever_fits(self, request: Request) -> Refusal | None:
         """Refuse a request that could not be served even if it were alone."""

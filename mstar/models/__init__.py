@@ -3,7 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mstar.engine.model import Model
 from mstar.errors import ConfigError, UnsupportedError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mstar.models.base import Description
     from mstar.models.checkpoint import Checkpoint
+    from mstar.models.shard import Shard
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "mstar.models.decoder",
@@ -46,6 +47,7 @@ def load_model(
     device: str = "cpu",
     load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
+    shard: "Shard | None" = None,
 ) -> tuple[Model, str]:
     """Load a model and return it with the name of the dtype it is in.
 
@@ -56,9 +58,11 @@ def load_model(
         load_format: One of ``LOAD_FORMATS``; ``dummy`` reads the config only and draws weights,
             for measurements.
         progress: Called with layers loaded and layers in all.
+        shard: The part of the model to load; ``None``: all of it.
 
     Raises:
-        ConfigError: If there is no such dtype, load format or device, or the weights do not fit.
+        ConfigError: If there is no such dtype, load format or device, the weights do not fit, or
+            the model cannot be dealt out over ranks.
         ModelNotFoundError: If the name leads nowhere.
         WeightsError: If the checkpoint is broken.
         UnsupportedError: If the architecture is not built; names the nearest that is.
@@ -68,6 +72,7 @@ def load_model(
     _check_choices(dtype, load_format)
     target = _usable_device(device)
     checkpoint, family = _open(name, target, load_format)
+    own: dict[str, Any] = {} if shard is None else {"shard": shard}
     # The content is named while the weights are read: both take their time from the same files.
     checkpoint.begin_fingerprint()
     if dtype == "auto":
@@ -79,6 +84,7 @@ def load_model(
             dtype=getattr(torch, dtype),
             device=target,
             progress=progress,
+            **own,
         )
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(target)
@@ -91,6 +97,23 @@ def load_model(
     if target.type == "cpu":
         use_huge_pages()
     return model, dtype
+
+
+def check_ranks(name: str, size: int, *, device: str = "cpu", load_format: str = "auto") -> None:
+    """Refuse a number of ranks that a model cannot be dealt out over; reads no weights.
+
+    Raises:
+        ConfigError: With the numbers that will do.
+        MstarError: As ``load_model`` does.
+    """
+    from mstar.models.shard import Shard  # noqa: PLC0415
+
+    checkpoint, family = _open(name, _usable_device(device), load_format)
+    if not hasattr(family, "deal"):
+        raise ConfigError(
+            f"tensor_parallel_size is {size}; {checkpoint.architecture} runs on one device only"
+        )
+    family.deal(checkpoint, Shard(0, size))
 
 
 def describe_model(

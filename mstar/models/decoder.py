@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mstar.engine.batch import Batch, NodeOutput
-from mstar.engine.capture import RecordableNode
+from mstar.engine.capture import SelectingNode
 from mstar.engine.overlap import Pending
 from mstar.engine.resources.attention.base import AttentionPlan
 from mstar.engine.resources.attention.config import (
@@ -32,6 +32,7 @@ from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder_config import DecoderConfig, Read, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
 from mstar.models.linear import Linear
+from mstar.models.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
 
 Progress = Callable[[int, int], None]
 """Called with layers loaded and layers in all."""
@@ -76,7 +77,7 @@ class _PendingTokens(Pending):
         return _output(self._sampling.fetch())
 
 
-class DecoderNode(RecordableNode):
+class DecoderNode(SelectingNode):
     """Embedding, layers and output head of a decoder-only transformer."""
 
     def __init__(
@@ -134,6 +135,11 @@ class DecoderNode(RecordableNode):
         """Return the logits behind every token."""
         x = self.embed_ids(ids)
         return self.logits(self.hidden(x, plans["kv"], plans["position"], plans["attention"]))
+
+    def compute_rows(self, ids: Tensor, plans: Mapping[str, Any], rows: Tensor) -> Tensor:
+        """Return the logits behind some tokens."""
+        x = self.embed_ids(ids)
+        return self.logits(self.hidden(x, plans["kv"], plans["position"], plans["attention"], rows))
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         """Return ``[num_tokens, hidden_size]``: the rows of ids, scaled as the family has it."""
@@ -243,8 +249,10 @@ def describe(checkpoint: Checkpoint, *, read: Read | None = None) -> Description
     Args:
         checkpoint: The model's.
         read: What a family has of its own that ``decoder_config`` does not know by itself.
+        shard: The rank.
 
     Raises:
+        ConfigError: If heads cannot be dealt out evenly over the ranks.
         WeightsError: If the config misses a field.
         UnsupportedError: If the config asks for something that is not built.
     """
@@ -329,7 +337,7 @@ def _specs(
     )
 
 
-def load(
+def load(  # noqa: PLR0913 - all that a model is made of, each by its name
     checkpoint: Checkpoint,
     *,
     name: str,
@@ -338,8 +346,11 @@ def load(
     progress: Progress | None = None,
     node_class: type[DecoderNode] = DecoderNode,
     read: Read | None = None,
+    shard: Shard = WHOLE,
 ) -> DecoderModel:
     """Return the model of a checkpoint, its weights on ``device`` in ``dtype``.
+
+    Of several ranks each has a part of the heads, of the MLP and of the output head.
 
     Args:
         checkpoint: The model's.
@@ -349,13 +360,16 @@ def load(
         progress: Told of every layer.
         node_class: What computes.
         read: What a family has of its own that ``decoder_config`` does not know by itself.
+        shard: The rank.
 
     Raises:
+        ConfigError: If heads cannot be dealt out evenly over the ranks.
         WeightsError: If a tensor is missing, of a wrong shape, or one that nothing uses.
         UnsupportedError: If the config asks for something that is not built.
     """
     config = _config_of(checkpoint, read)
-    weights = _Weights(checkpoint, config, dtype, device)
+    own = _dealt(config, shard)
+    weights = _Weights(checkpoint, config, dtype, device, shard)
     embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = []
     for index in range(config.num_layers):
@@ -365,17 +379,40 @@ def load(
     norm = weights.norm("model.norm.weight", config.hidden_size)
     # A head that is stored counts even where the config ties it: the reference does it so too.
     if config.is_tied and "lm_head.weight" not in checkpoint:
-        head = Linear(embedding)
+        head_weight = embedding
     else:
-        head = Linear(weights.take("lm_head.weight", config.vocab_size, config.hidden_size))
+        head_weight = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
+    head = Linear(head_weight) if shard is WHOLE else JoinedLinear(head_weight, shard)
     weights.finish()
     return DecoderModel(
         name,
-        config,
-        node_class(config, layers, embedding, norm, head),
+        own,
+        node_class(own, layers, embedding, norm, head),
         stop_token_ids=frozenset(checkpoint.eos_token_ids),
         rope_interleaved=checkpoint.rope_interleaved,
         weights_key=checkpoint.fingerprint(),
+    )
+
+
+def deal(checkpoint: Checkpoint, shard: Shard, read: Read | None = None) -> DecoderConfig:
+    """Return the shape of a rank's part of a model.
+
+    Args:
+        checkpoint: The model's.
+        shard: The rank.
+        read: As for ``load``.
+
+    Raises:
+        ConfigError: If heads cannot be dealt out evenly over the ranks.
+    """
+    return _dealt(_config_of(checkpoint, read), shard)
+
+
+def _dealt(config: DecoderConfig, shard: Shard) -> DecoderConfig:
+    return replace(
+        config,
+        num_heads=shard.part_of(config.num_heads, "query heads"),
+        num_kv_heads=shard.part_of(config.num_kv_heads, "key heads"),
     )
 
 
@@ -388,11 +425,13 @@ class _Weights:
         config: DecoderConfig,
         dtype: torch.dtype,
         device: torch.device,
+        shard: Shard,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._shard = shard
         self._left = set(checkpoint.names())
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -404,13 +443,41 @@ class _Weights:
             self.take(name, width), self._config.norm_eps, is_offset=self._config.has_norm_offset
         )
 
+    def residual_norm(self, name: str) -> RMSNorm:
+        """Return a norm that adds a block's output first, which may be a share of a sum."""
+        config = self._config
+        if self._shard is WHOLE or config.has_sandwich_norms:
+            return self.norm(name, config.hidden_size)
+        weight = self.take(name, config.hidden_size)
+        return SummingNorm(weight, config.norm_eps, self._shard, is_offset=config.has_norm_offset)
+
     def merged(self, prefix: str, parts: Mapping[str, int], width: int, has_bias: bool) -> Linear:
-        """Return one projection out of several that read the same input."""
-        weight = torch.cat([self.take(f"{prefix}{p}.weight", n, width) for p, n in parts.items()])
+        """Return the rank's rows of several projections that read the same input, as one."""
+        take = self._shard.part
+        weight = torch.cat(
+            [take(self.take(f"{prefix}{p}.weight", n, width), 0) for p, n in parts.items()]
+        )
         bias = None
         if has_bias:
-            bias = torch.cat([self.take(f"{prefix}{p}.bias", n) for p, n in parts.items()])
+            bias = torch.cat([take(self.take(f"{prefix}{p}.bias", n), 0) for p, n in parts.items()])
         return Linear(weight, bias)
+
+    def summed(self, name: str, inner: int, has_bias: bool, *, is_left: bool) -> Linear:
+        """Return a block's last projection, whose input the ranks have a part of each.
+
+        Args:
+            name: Of its tensors.
+            inner: Width of its whole input.
+            has_bias: Whether it has one.
+            is_left: The sum over the ranks is left to the norm behind it, where that can be.
+        """
+        width = self._config.hidden_size
+        weight = self._shard.part(self.take(f"{name}.weight", width, inner), 1)
+        bias = self.take(f"{name}.bias", width) if has_bias else None
+        if self._shard is WHOLE:
+            return Linear(weight, bias)
+        is_left = is_left and not self._config.has_sandwich_norms
+        return SummedLinear(weight, bias, self._shard, is_left=is_left)
 
     def layer(self, index: int) -> _Layer:
         config = self._config
@@ -421,7 +488,7 @@ class _Weights:
         )
         is_sandwich = config.has_sandwich_norms
         return _Layer(
-            input_norm=self.norm(prefix + "input_layernorm.weight", width),
+            input_norm=self.residual_norm(prefix + "input_layernorm.weight"),
             qkv=self.merged(
                 prefix + "self_attn.",
                 {"q_proj": inner, "k_proj": kv_inner, "v_proj": kv_inner},
@@ -430,19 +497,18 @@ class _Weights:
             ),
             q_norm=self._head_norm(prefix + "self_attn.q_norm.weight"),
             k_norm=self._head_norm(prefix + "self_attn.k_norm.weight"),
-            output=self.merged(
-                prefix + "self_attn.", {"o_proj": width}, inner, config.has_output_bias
+            output=self.summed(
+                prefix + "self_attn.o_proj", inner, config.has_output_bias, is_left=True
             ),
             attention_out_norm=(
                 self.norm(prefix + "post_attention_layernorm.weight", width)
                 if is_sandwich
                 else None
             ),
-            mlp_norm=self.norm(
+            mlp_norm=self.residual_norm(
                 prefix
                 + ("pre_feedforward" if is_sandwich else "post_attention")
-                + "_layernorm.weight",
-                width,
+                + "_layernorm.weight"
             ),
             gate_up=self.merged(
                 prefix + "mlp.",
@@ -450,11 +516,11 @@ class _Weights:
                 width,
                 config.has_mlp_bias,
             ),
-            down=self.merged(
-                prefix + "mlp.",
-                {"down_proj": width},
+            down=self.summed(
+                prefix + "mlp.down_proj",
                 config.intermediate_size,
                 config.has_mlp_bias,
+                is_left=index + 1 < config.num_layers,
             ),
             mlp_out_norm=(
                 self.norm(prefix + "post_feedforward_layernorm.weight", width)

@@ -31,3 +31,4 @@ def read(fields: Fields, shape: dict[str, Any]) -> dict[str, Any]:
 
 describe = partial(decoder.describe, read=read)
 load = partial(decoder.load, read=read)
+deal = partial(decoder.deal, read=read)

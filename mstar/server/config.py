@@ -40,6 +40,10 @@ class EngineOptions:
     """Tokens of one step, at most."""
     enable_prefix_caching: bool = True
     attention_backend: str | None = None
+    tensor_parallel_size: int = 1
+    """Devices that share the model, a process each."""
+    overlap: bool = True
+    """Launch a step before the tokens of the one before it are read, where that can be."""
     host_cache_bytes: int = 0
     """Host memory for evicted pages, in bytes; 0: none."""
     disk_cache_bytes: int = 0
@@ -80,6 +84,8 @@ class EngineOptions:
             num_pages=self.num_pages,
             enable_prefix_caching=self.enable_prefix_caching,
             attention_backend=self.attention_backend,
+            tensor_parallel_size=self.tensor_parallel_size,
+            overlap=self.overlap,
             host_cache_bytes=self.host_cache_bytes,
             disk_cache_bytes=self.disk_cache_bytes,
             disk_cache_dir=self.disk_cache_dir or str(default_cache_dir() / "kv"),

@@ -1,13 +1,14 @@
 """The engine process: loads a model, then runs steps and answers messages until told to end."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from mstar.catalog import load_model
+from mstar.catalog import open_engine
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, ErrorInfo
 from mstar.engine.request import PreparedRequest
@@ -61,12 +62,23 @@ def load_engine(options: EngineOptions, progress: Callable[[str, float], None]) 
 
     def layers(done: int, total: int) -> None:
         progress("reading weights", done / max(total, 1))
+        if done == total:
+            progress("building the KV cache", 1.0)
 
-    model, dtype = load_model(
-        options.model, dtype=options.dtype or "auto", device=options.device, progress=layers
+    dtype = options.dtype or "auto"
+    return open_engine(
+        options.model,
+        options.deployment(dtype),
+        dtype=dtype,
+        progress=layers,
+        on_loss=_end_at_once,
     )
-    progress("building the KV cache", 1.0)
-    return EngineCore(model, options.deployment(dtype))
+
+
+def _end_at_once(loss: str) -> None:
+    """End this process: the engine's thread may wait for ever for a rank that is gone."""
+    logger.critical("the engine ends: %s", loss)
+    os._exit(1)
 
 
 class EngineLoop:

@@ -247,7 +247,9 @@ def _log_banner(config: ServerConfig) -> None:
 
 def _system_fingerprint(config: ServerConfig) -> str:
     digest = hashlib.sha256(repr(asdict(config.engine)).encode()).hexdigest()[:8]
-    return f"mstar-{__version__}-{config.engine.device}1-{digest}"
+    return (
+        f"mstar-{__version__}-{config.engine.device}{config.engine.tensor_parallel_size}-{digest}"
+    )
 
 
 async def _log_load(bridge: Bridge) -> None:

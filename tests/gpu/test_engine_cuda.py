@@ -297,3 +297,27 @@ def test_steps_that_do_not_fit_a_recording_run_as_they_are() -> None:
     assert recorder.num_ahead == 2
     run(core, prompts(5, (20, 30, 40, 50)), max_tokens=4)
     assert recorder.num_replays >= 6
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("Qwen3ForCausalLM", {"sliding_window": None}),
+        ("Gemma3ForCausalLM", {"sliding_window": 40, "query_pre_attn_scalar": 128}),
+    ],
+)
+@pytest.mark.parametrize("budget", [17, 100, 1000])
+def test_short_steps_replayed_in_pieces_are_those_that_run_as_they_are(
+    architecture: str, changes: dict[str, Any], budget: int
+) -> None:
+    """Prompts, chunks of them and tokens that are generated, in steps of many lengths."""
+    changes = {"architectures": [architecture], **changes}
+    core = engine("cuda", "bfloat16", 128, changes, max_num_batched_tokens=budget)
+    (recorder,) = core._runner._recorders.values()
+    reference = engine("cpu", "float32", 128, changes)
+    for seed, lens in ((10, LENS), (11, (3, 9)), (12, (130, 300, 2))):
+        asked = prompts(seed, lens)
+        tolerance = TOLERANCE["bfloat16"] * (1 if architecture.startswith("Llama") else 2)
+        assert_likely(reference, asked, run(core, asked), tolerance)
+    assert recorder.num_pieced

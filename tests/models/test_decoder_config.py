@@ -208,6 +208,7 @@ def test_absent_fields_mean_what_the_classes_default_to(family: str) -> None:
     parameters = theirs.rope_parameters
     for kind, rope in zip(getattr(theirs, "layer_types", [None] * 6), ours.rope, strict=True):
         own = parameters[kind] if family == "Gemma3" else parameters
+        assert rope is not None
         assert rope.rope_theta == own["rope_theta"]
     if family == "Gemma3":
         assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5 == 1 / 16

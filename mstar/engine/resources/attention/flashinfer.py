@@ -21,6 +21,8 @@ _HEAD_DIMS = (64, 128, 256)
 _CAPABILITY = (8, 0)
 _WORKSPACE_BYTES = 256 << 20
 """Room for partial results where long streams are split among processors."""
+_TILE_ROWS = 128
+"""Queries, those of the heads that share a key head together, that a program takes."""
 _TENSOR_CORE_GROUP = 4
 """Query heads a key head from which decoding on matrix units is faster."""
 
@@ -228,8 +230,10 @@ class Backend(AttentionBackend):
         super().__init__(config, layout)
         self._library = _load()
         assert self._library is not None, "a backend that refuses was built"
+        properties = torch.cuda.get_device_properties(layout.device)
+        self._num_processors: int = properties.multi_processor_count
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=layout.device)
-        self._wrappers: dict[tuple[str, LayerAttention], Any] = {}
+        self._wrappers: dict[tuple[str, str, LayerAttention], Any] = {}
         self._fixed: dict[int, FixedDecodePlan] = {}
         self._indices: Mirror | None = None
         """Pages of recorded steps; one at a time is computed, so that they share it."""
@@ -283,7 +287,8 @@ class Backend(AttentionBackend):
     def plan_group(self, group: _Group, rules: LayerAttention) -> Any:
         """Return the wrapper that runs a group, planned."""
         layout, config = self.layout, self.config
-        key = (group.kind, rules)
+        library_backend = "fa2" if group.kind == "decode" else self._prefill_backend(group, rules)
+        key = (group.kind, library_backend, rules)
         wrapper = self._wrappers.get(key)
         if group.kind == "decode":
             if wrapper is None:
@@ -302,10 +307,8 @@ class Backend(AttentionBackend):
             )
             return wrapper
         if wrapper is None:
-            # Hopper's own kernels compile for minutes, so only the plainest rule has them.
-            is_plain = rules == LayerAttention()
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", backend="auto" if is_plain else "fa2"
+                self._workspace, "NHD", backend=library_backend
             )
             self._wrappers[key] = wrapper
         is_causal = group.kind == "causal"
@@ -324,6 +327,20 @@ class Backend(AttentionBackend):
             kv_data_type=layout.dtype,
         )
         return wrapper
+
+    def _prefill_backend(self, group: _Group, rules: LayerAttention) -> str:
+        """Return which of the library's kernels takes a group.
+
+        Hopper's own compile for minutes, so only the plainest rule has them. They give a tile of
+        queries all its slots one after another, so that few queries behind many slots leave most
+        processors idle; the others deal slots out.
+        """
+        if rules != LayerAttention():
+            return "fa2"
+        config = self.config
+        rows = np.diff(group.qo_indptr.numpy()) * (config.num_qo_heads // config.num_kv_heads)
+        num_programs = int((-(-rows // _TILE_ROWS)).sum()) * config.num_kv_heads
+        return "fa2" if 2 * num_programs <= self._num_processors else "auto"
 
     def _decode_wrapper(self) -> Any:
         """Return a wrapper for single tokens."""

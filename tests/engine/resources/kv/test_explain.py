@@ -336,7 +336,7 @@ def test_report_of_a_request_agrees_with_what_it_was_told_before_it_started(
     ):
         name = str(number)
         bench.add(name, parts)
-        request = bench.engine._requests[name]
+        request = bench.engine._walker.requests[name]
         asked = bench.engine.explain(request.prepared)["kv"]
         bench.drain()
         assert of_started(bench, name) == asked, name

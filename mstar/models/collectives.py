@@ -1,0 +1,202 @@
+"""Sums and gathers over the ranks of one model, by torch.distributed: NCCL on GPUs, gloo on CPUs.
+
+On GPUs that reach each other's memory, what is small, as in decode steps, goes by kernels of ours
+instead, which take less than half as long and do the norm behind a sum, too.
+"""
+
+import importlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mstar.models.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+# Newer versions of torch have it under another name, and warn of the old one.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_TIMEOUT = timedelta(minutes=10)
+"""Of one collective; kernels may be compiled before a rank gets to it."""
+_LEAVE_SECONDS = 10.0
+_SUM_BYTES = 4 << 20
+"""Shares of a sum of no more than this go by the kernel."""
+_JOIN_BYTES = 36 << 20
+"""Shares to be gathered of no more than this do: the logits of a full batch."""
+
+
+class DistributedShard(Shard):
+    """A rank that is a process of its own, with a device of its own.
+
+    Args:
+        rank: Which part, from 0.
+        size: How many there are.
+        device: The rank's device.
+        meeting: A file that does not exist yet, the same for all ranks.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, meeting: Path) -> None:
+        super().__init__(rank, size)
+        is_cuda = self.is_cuda = device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=size,
+            timeout=_TIMEOUT,
+            device_id=device if is_cuda else None,
+        )
+        self._device = device
+        self._peers = _Peers.meet(rank, size, device) if is_cuda else None
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' ``x``, ``[num_rows, width]``, which may be overwritten."""
+        x, peers = x.contiguous(), self._peers
+        if peers is not None and (boxes := peers.sums(x)) is not None:
+            found: Tensor = peers.kernels.total(x, boxes)
+            return found
+        dist.all_reduce(x)
+        return x
+
+    def add_norm(self, x: Tensor, share: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Add the sum of all ranks' ``share`` to ``x`` and normalise it; ``None``: not at once."""
+        peers = self._peers
+        boxes = None if peers is None else peers.sums(share)
+        if peers is None or boxes is None or not x.is_contiguous():
+            return None
+        found: Tensor = peers.kernels.add_norm(x, share.contiguous(), weight, eps, boxes)
+        return found
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return all ranks' ``x`` side by side, ``[num_rows, size * width]``."""
+        x, peers = x.contiguous(), self._peers
+        if peers is not None and (boxes := peers.joins(x)) is not None:
+            found: Tensor = peers.kernels.join(x, boxes)
+            return found
+        num_rows, width = x.shape
+        parts = x.new_empty(self.size * num_rows, width)
+        _gather(parts, x)
+        return parts.view(self.size, num_rows, width).transpose(0, 1).reshape(num_rows, -1)
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers."""
+        found = torch.tensor(number, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found.item())
+
+    def close(self) -> None:
+        """Leave the group, which nothing recorded uses any more."""
+        self._peers = None
+        if not self.is_cuda:
+            dist.destroy_process_group()
+            return
+        _leave(dist.destroy_process_group)
+
+    def abandon(self) -> None:
+        """Leave the group alone, whatever became of the others."""
+        if not self.is_cuda:
+            self.close()
+            return
+        _leave(dist.distributed_c10d._abort_process_group)
+
+
+def _leave(how: Callable[[], object]) -> None:
+    """Leave the group, unless NCCL waits for a rank that is gone: then it ends with the process."""
+    leaving = threading.Thread(target=how, name="leave-ranks", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
+
+
+class _Peers:
+    """GPUs that write to each other's memory.
+
+    Args:
+        kernels: The module ``sums_cuda``.
+        memory: uint8, which the other ranks reach: for sums, then for gathers, inbox and flags.
+        addresses: Of each rank's memory, as this rank's GPU reaches it.
+        rank: Which of them this is.
+    """
+
+    _meetings = itertools.count()
+    """Of this process."""
+
+    def __init__(
+        self, kernels: ModuleType, memory: Tensor, addresses: list[int], rank: int
+    ) -> None:
+        self._kernels = kernels
+        self._memory = memory
+        size, device = len(addresses), memory.device
+        begins = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._sums = self._boxes(begins, rank, _SUM_BYTES)
+        self._joins = self._boxes(begins + _box_bytes(kernels, size, _SUM_BYTES), rank, _JOIN_BYTES)
+
+    def _boxes(self, begins: Tensor, rank: int, room: int) -> Mapping[torch.dtype, Any]:
+        """Return the inboxes of ``room`` bytes a share that begin at these addresses, by dtype."""
+        kernels, size = self._kernels, len(begins)
+        flags = begins + 2 * size * room
+        turns = torch.zeros(kernels.MAX_PIECES, dtype=torch.int32, device=begins.device)
+        return {
+            dtype: kernels.Boxes(begins, flags, turns, rank, size, room // dtype.itemsize)
+            for dtype in kernels.DTYPES
+        }
+
+    @classmethod
+    def meet(cls, rank: int, size: int, device: torch.device) -> "_Peers | None":
+        """Return the ranks' GPUs; ``None`` where any of them does not reach another."""
+        peers: _Peers | None = None
+        # Torch counts meetings, too, and brings together only processes that had as many.
+        is_first = torch.tensor(int(next(cls._meetings) == 0), device=device)
+        dist.all_reduce(is_first, dist.ReduceOp.MIN)
+        if not is_first.item():
+            return None
+        try:
+            symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+            kernels = importlib.import_module("mstar.models.sums_cuda")
+            num_bytes = sum(_box_bytes(kernels, size, room) for room in (_SUM_BYTES, _JOIN_BYTES))
+            memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+            memory.zero_()
+            handle = symmetric.rendezvous(memory, dist.group.WORLD)
+            peers = cls(kernels, memory, list(handle.buffer_ptrs), rank)
+        except (ImportError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            logger.info("GPUs do not reach each other, sums go by NCCL: %s", reason)
+        # All have cleared their flags behind this.
+        has_all = torch.tensor(int(peers is not None), device=device)
+        dist.all_reduce(has_all, dist.ReduceOp.MIN)
+        return peers if has_all.item() else None
+
+    def sums(self, share: Tensor) -> Any:
+        """Return where a share of a sum goes; ``None``: it is none for the kernel."""
+        return self._sums[share.dtype] if self._fits(share, _SUM_BYTES) else None
+
+    def joins(self, share: Tensor) -> Any:
+        """Return where a share to be gathered goes; ``None``: it is none for the kernel."""
+        return self._joins[share.dtype] if self._fits(share, _JOIN_BYTES) else None
+
+    def _fits(self, share: Tensor, room: int) -> bool:
+        kernels = self._kernels
+        return (
+            share.dtype in kernels.DTYPES
+            and 0 < len(share) <= kernels.MAX_ROWS
+            and share.nbytes <= room
+        )
+
+    @property
+    def kernels(self) -> Any:
+        """The module ``sums_cuda``."""
+        return self._kernels
+
+
+def _box_bytes(kernels: Any, size: int, room: int) -> int:
+    """Return the bytes of a rank's inbox and flags."""
+    return 2 * size * room + size * int(kernels.MAX_PIECES) * 4

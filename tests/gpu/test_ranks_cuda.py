@@ -1,0 +1,67 @@
+"""Two GPUs with a half of the model each choose the tokens that one GPU finds likely."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.ranks_program import engine, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    # No multiple of two, so that one rank's part of the head is padded.
+    "vocab_size": 191,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 320,
+    "max_position_embeddings": 4096,
+    "rope_theta": 5e5,
+    "eos_token_id": 1,
+}
+# Error of a log-probability: the dtype's rounding, grown by two layers.
+TOLERANCE = {"bfloat16": 0.5, "float32": 2e-3}
+LENS = (5, 200, 1, 64, 17, 333, 48)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_gpus_choose_what_one_finds_likely(
+    tmp_path: Path, dtype: str, cuda_graphs: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    asked = [torch.randint(2, 191, (n,), generator=generator).tolist() for n in LENS]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    program = [sys.executable, "-m", "tests.gpu.ranks_program", str(tmp_path), dtype]
+    done = subprocess.run(
+        [*program, "2", str(cuda_graphs)],
+        input=json.dumps(asked).encode(),
+        stdout=subprocess.PIPE,
+        timeout=300,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    told = json.loads(done.stdout)
+    assert told["cached"] >= 200 // 16 * 16
+    reference = engine(str(tmp_path), "float32", 1)
+    for got in told["rounds"]:
+        contexts = [
+            ids + [token for token, _ in result[:n]]
+            for ids, result in zip(asked, got, strict=True)
+            for n in range(len(result))
+        ]
+        chosen = [entry for result in got for entry in result]
+        expected = run(reference, contexts, 1)
+        for (token, logprob), (known,) in zip(chosen, expected, strict=True):
+            logprobs = dict(known.top)
+            assert abs(logprob - logprobs[token]) < TOLERANCE[dtype]
+            assert known.top[0][1] - logprobs[token] < 2 * TOLERANCE[dtype]
