@@ -117,9 +117,7 @@ class EngineCore:
         request = self._request(prepared)
         refusal = self._runner.ever_fits(request)
         if refusal is not None:
-            raise CapacityError(
-                f"{refusal.reason}; shorten the prompt or lower max_tokens", param="max_tokens"
-            )
+            raise CapacityError(f"{refusal.reason}; {refusal.remedy}", param=refusal.param)
         self._num_arrived += 1
         self._walker.requests[request.request_id] = request
         self._scheduler.add(request)

@@ -198,7 +198,7 @@ class Walker:
         request.begin(leg.prepared, self._model.graph.cursor(leg.walk), component, length)
         refusal = self._runner.ever_fits(request)
         if refusal is not None:
-            raise CapacityError(refusal.reason)
+            raise CapacityError(f"{refusal.reason}; {refusal.remedy}", param=refusal.param)
         return None, None
 
     def _count_prompt(self, request: Request) -> None:

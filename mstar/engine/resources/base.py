@@ -27,6 +27,10 @@ class Refusal:
     """A sentence with the numbers in it."""
     is_permanent: bool = False
     """True when waiting could never help: the whole resource is too small."""
+    remedy: str = "shorten the prompt or lower max_tokens"
+    """What then helps, in words that go on from the reason."""
+    param: str = "max_tokens"
+    """Field of the request that is at fault then."""
 
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30

@@ -88,16 +88,21 @@ class EncoderManager(OutputStore):
     # A request's life.
 
     def ever_fits(self, opening: Opening) -> Refusal | None:
-        """Refuse an item that is larger than the budget."""
-        for span in opening.spans:
-            if span.digest is not None and span.length > self.budget:
-                return Refusal(
-                    self.resource_key,
-                    f"an item of {span.length} slots exceeds the {self.budget} slots that "
-                    "encoder outputs may take",
-                    is_permanent=True,
-                )
-        return None
+        """Refuse an item that is larger than the budget beside what stays for the whole stream."""
+        beside = sum(span.length for span in opening.context)
+        lengths = [span.length for span in opening.spans if span.digest is not None]
+        longest = max(lengths, default=0)
+        if beside + longest <= self.budget:
+            return None
+        more = f" beside {beside} that are attended to" if beside and longest else ""
+        return Refusal(
+            self.resource_key,
+            f"an item of {longest or beside} slots{more} exceeds the {self.budget} slots that "
+            "encoder outputs may take",
+            is_permanent=True,
+            remedy="make it smaller, or raise encoder_cache_tokens",
+            param="prompt",
+        )
 
     def close(self, request_id: str) -> None:
         """Unpin all that the request needed."""

@@ -170,7 +170,10 @@ class PositionManager(Resource):
         axes = self.config.axes
         if axes != GRID_AXES and any(span.grid is not None for span in opening.spans):
             reason = f"the layout has a grid of {GRID_AXES} axes; positions have {axes}"
-            return Refusal(self.resource_key, reason, is_permanent=True)
+            remedy = "leave out what has the grid"
+            return Refusal(
+                self.resource_key, reason, is_permanent=True, remedy=remedy, param="prompt"
+            )
         layout = SpanCounters(opening.spans, self.config)
         end = layout.at(layout.num_slots)
         if end <= self._limit:
