@@ -26,7 +26,7 @@ from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.models.ranks import open_engine
+from mstar.models.parallel.ranks import open_engine
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

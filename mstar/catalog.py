@@ -81,7 +81,7 @@ def open_engine(
                 f"tensor_parallel_size is {deployment.tensor_parallel_size}; {name!r} is put "
                 "together out of several models, which run on one device"
             )
-        from mstar.models import ranks  # noqa: PLC0415 - not before a model is to be loaded
+        from mstar.models.parallel import ranks  # noqa: PLC0415 - not before a model is to be loaded
 
         return ranks.open_engine(name, deployment, dtype=dtype, progress=progress, on_loss=on_loss)
     from mstar.engine.engine import EngineCore  # noqa: PLC0415

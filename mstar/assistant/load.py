@@ -14,8 +14,8 @@ from mstar.errors import ConfigError
 from mstar.models import describe_model, load_model
 from mstar.models.base import Description
 from mstar.models.locate import resolve
-from mstar.models.speech import SpeechModel
-from mstar.models.whisper import WhisperModel
+from mstar.models.speech.model import SpeechModel
+from mstar.models.whisper.model import WhisperModel
 from mstar.preprocess.processors import load_processor, load_tokenizer
 from mstar.preprocess.processors.base import Speaker, Transcriber
 from mstar.preprocess.tokenizer import TextTokenizer

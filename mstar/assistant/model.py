@@ -23,8 +23,8 @@ from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.errors import ContextLengthError
 from mstar.models.composite import Part, Scope
-from mstar.models.speech import SPEAKER, SpeechModel
-from mstar.models.whisper import TRANSCRIPT, WhisperModel
+from mstar.models.speech.model import SPEAKER, SpeechModel
+from mstar.models.whisper.model import TRANSCRIPT, WhisperModel
 from mstar.preprocess.detokenizer import Detokenizer
 from mstar.preprocess.tokenizer import TextTokenizer
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mstar.models.base import Description
     from mstar.models.checkpoint import Checkpoint
-    from mstar.models.shard import Shard
+    from mstar.models.parallel.shard import Shard
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "mstar.models.decoder",
@@ -25,13 +25,13 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "mstar.models.decoder",
     "Gemma3ForCausalLM": "mstar.models.decoder",
     "SmolLM3ForCausalLM": "mstar.models.smollm3",
-    "WhisperForConditionalGeneration": "mstar.models.whisper",
-    "JanusForConditionalGeneration": "mstar.models.janus",
+    "WhisperForConditionalGeneration": "mstar.models.whisper.model",
+    "JanusForConditionalGeneration": "mstar.models.janus.model",
     "Gemma3ForConditionalGeneration": "mstar.models.gemma3_vision",
     "Idefics3ForConditionalGeneration": "mstar.models.idefics3",
     "SmolVLMForConditionalGeneration": "mstar.models.idefics3",
-    "PiperVoice": "mstar.models.speech",
-    "KokoroVoice": "mstar.models.speech",
+    "PiperVoice": "mstar.models.speech.model",
+    "KokoroVoice": "mstar.models.speech.model",
     "Qwen2_5_VLForConditionalGeneration": "mstar.models.qwen2_5_vl",
 }
 """Architecture to the module whose ``load`` builds it and whose ``describe`` needs no weights."""
@@ -106,7 +106,7 @@ def check_ranks(name: str, size: int, *, device: str = "cpu", load_format: str =
         ConfigError: With the numbers that will do.
         MstarError: As ``load_model`` does.
     """
-    from mstar.models.shard import Shard  # noqa: PLC0415
+    from mstar.models.parallel.shard import Shard  # noqa: PLC0415
 
     checkpoint, family = _open(name, _usable_device(device), load_format)
     if not hasattr(family, "deal"):

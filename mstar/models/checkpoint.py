@@ -16,7 +16,7 @@ from mstar.models.ctranslate2_file import is_ctranslate2, read_configs
 from mstar.models.files import digest_in_background
 from mstar.models.gguf_model import nearest, read_gguf_model
 from mstar.models.locate import resolve
-from mstar.models.voice_files import voice_architecture
+from mstar.models.speech.voice_files import voice_architecture
 from mstar.models.weights import StoredTensor, folder_tensors, read_json
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]

@@ -32,7 +32,7 @@ from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder_config import DecoderConfig, Read, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
 from mstar.models.linear import Linear
-from mstar.models.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
+from mstar.models.parallel.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
 
 Progress = Callable[[int, int], None]
 """Called with layers loaded and layers in all."""

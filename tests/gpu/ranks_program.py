@@ -14,7 +14,7 @@ from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.models.ranks import open_engine
+from mstar.models.parallel.ranks import open_engine
 
 
 def engine(folder: str, dtype: str, size: int, *, cuda_graphs: bool = True) -> EngineCore:

@@ -23,10 +23,10 @@ from mstar.engine.request import Companion, PreparedRequest, context_root
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spans import Span
 from mstar.errors import ModelNotFoundError, UnsupportedError
-from mstar.models.janus_config import GUIDANCE, IMAGE, OUTPUT, UNGUIDED
+from mstar.models.janus.config import GUIDANCE, IMAGE, OUTPUT, UNGUIDED
 from mstar.models.toy_items import toy_item_model
-from mstar.models.whisper import WhisperModel
-from mstar.models.whisper_windows import WhisperOptions, prompt_ids
+from mstar.models.whisper.model import WhisperModel
+from mstar.models.whisper.windows import WhisperOptions, prompt_ids
 from mstar.preprocess.items import PromptItem, lay_out, prompt_keys
 from mstar.preprocess.media.types import AudioMedia, ImageMedia, Media, VideoMedia
 from mstar.preprocess.processors.base import ChatTask, Processor, TranscriptionTask

@@ -32,7 +32,7 @@ from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan
 from mstar.engine.resources.step import NodeStep
-from mstar.models.janus_config import GUIDANCE, IMAGE, OUTPUT, UNGUIDED
+from mstar.models.janus.config import GUIDANCE, IMAGE, OUTPUT, UNGUIDED
 from mstar.preprocess.items import Layout, lay_out, prompt_keys
 from mstar.preprocess.prompt import request_root
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mstar.models.kokoro import KokoroVoice
 from mstar.models.locate import resolve
-from mstar.models.piper import PiperVoice
+from mstar.models.speech.kokoro import KokoroVoice
+from mstar.models.speech.piper import PiperVoice
 
 FOX = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while."
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def rank_of(server: ServerProcess) -> psutil.Process:
     (rank,) = server.child("engine_process").children()
-    assert "mstar.models.rank" in rank.cmdline()
+    assert "mstar.models.parallel.rank" in rank.cmdline()
     return rank
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mstar.errors import WeightsError
 from mstar.models.ctranslate2_file import is_ctranslate2, read_configs
-from mstar.models.voice_files import voice_architecture
+from mstar.models.speech.voice_files import voice_architecture
 from mstar.preprocess.tokenizer import TextTokenizer
 
 PROCESSORS: dict[str, str] = {

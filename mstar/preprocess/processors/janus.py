@@ -14,7 +14,7 @@ from mstar.engine.resources.kv.keys import fingerprint
 from mstar.engine.resources.spans import Span
 from mstar.errors import RequestError, WeightsError
 from mstar.models.fields import Fields
-from mstar.models.janus_config import (
+from mstar.models.janus.config import (
     GUIDANCE,
     IMAGE,
     KIND,

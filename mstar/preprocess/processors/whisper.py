@@ -9,8 +9,8 @@ import numpy as np
 from mstar.engine.request import ContextItem
 from mstar.engine.resources.kv.keys import fingerprint
 from mstar.errors import RequestError
-from mstar.models.whisper_config import WhisperConfig, WhisperTokens, read_whisper
-from mstar.models.whisper_windows import WhisperOptions, prompt_ids
+from mstar.models.whisper.config import WhisperConfig, WhisperTokens, read_whisper
+from mstar.models.whisper.windows import WhisperOptions, prompt_ids
 from mstar.preprocess.items import array_of, item_digest
 from mstar.preprocess.media.types import AudioMedia, Samples
 from mstar.preprocess.mel import HOP, RATE, log_mel

@@ -12,7 +12,7 @@ from PIL import Image
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import RequestError, WeightsError
 from mstar.library import Engine
-from mstar.models.janus_config import GUIDANCE, IMAGE, OUTPUT, PIXELS, UNGUIDED, image_settings
+from mstar.models.janus.config import GUIDANCE, IMAGE, OUTPUT, PIXELS, UNGUIDED, image_settings
 from mstar.preprocess.expansion import weave
 from mstar.preprocess.items import PromptItem
 from mstar.preprocess.media.types import AudioMedia, ImageMedia

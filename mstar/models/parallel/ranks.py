@@ -25,9 +25,9 @@ from mstar.engine.parallel import Clock, LeadingEngine
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError, EngineDeadError
 from mstar.models import check_ranks, load_model
-from mstar.models.collectives import DistributedShard
-from mstar.models.line import Line
-from mstar.models.rank import READY, RankSettings, load_part
+from mstar.models.parallel.collectives import DistributedShard
+from mstar.models.parallel.line import Line
+from mstar.models.parallel.rank import READY, RankSettings, load_part
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class RankProcesses:
         own, other = socket.socketpair()
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mstar.models.rank", str(other.fileno())],
+                [sys.executable, "-P", "-m", "mstar.models.parallel.rank", str(other.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[other.fileno()],
                 env=_environment(),
@@ -232,7 +232,7 @@ class RankProcesses:
 def _environment() -> dict[str, str]:
     """Return this process's environment, with this very package importable."""
     environment = dict(os.environ)
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return environment

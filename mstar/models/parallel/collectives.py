@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mstar.models.shard import Shard
+from mstar.models.parallel.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class _Peers:
             return None
         try:
             symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-            kernels = importlib.import_module("mstar.models.sums_cuda")
+            kernels = importlib.import_module("mstar.models.parallel.sums_cuda")
             num_bytes = sum(_box_bytes(kernels, size, room) for room in (_SUM_BYTES, _JOIN_BYTES))
             memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
             memory.zero_()

@@ -12,7 +12,7 @@ from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import ConfigError, RequestError
-from mstar.models.ranks import open_engine
+from mstar.models.parallel.ranks import open_engine
 from tests.models.families import saved
 from tests.models.ranks import NUMBERS, PROMPTS, add, assert_same, drain
 

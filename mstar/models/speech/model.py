@@ -19,11 +19,11 @@ from mstar.engine.request import PreparedRequest, Request
 from mstar.errors import RequestError, UnsupportedError
 from mstar.models.base import Description
 from mstar.models.checkpoint import Checkpoint
-from mstar.models.kokoro import KokoroVoice
 from mstar.models.onnx import Feeds, Fetched, OnnxNode
-from mstar.models.piper import PiperVoice
-from mstar.models.voice import Delivery, Voice, joined
-from mstar.models.voice_files import KOKORO, PIPER
+from mstar.models.speech.kokoro import KokoroVoice
+from mstar.models.speech.piper import PiperVoice
+from mstar.models.speech.voice import Delivery, Voice, joined
+from mstar.models.speech.voice_files import KOKORO, PIPER
 
 AUDIO = "audio"
 """Name of what a sentence yields: float32 ``[n]``, with ``rate`` and ``text`` in its info."""

@@ -11,8 +11,8 @@ from transformers.generation.logits_process import (
     WhisperTimeStampLogitsProcessor,
 )
 
-from mstar.models.whisper_config import WhisperTokens
-from mstar.models.whisper_rules import Rules
+from mstar.models.whisper.config import WhisperTokens
+from mstar.models.whisper.rules import Rules
 
 VOCAB = 40
 TOKENS = WhisperTokens(

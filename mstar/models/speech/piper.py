@@ -10,10 +10,10 @@ import numpy as np
 
 from mstar.errors import UnsupportedError, WeightsError
 from mstar.models.onnx import Feeds, Fetched, OnnxSession
-from mstar.models.onnx_noise import with_noise_inputs
-from mstar.models.phonemes import Phonemizer, code_points, cut
-from mstar.models.voice import Delivery, Samples, Voice
-from mstar.models.voice_files import piper_file
+from mstar.models.speech.onnx_noise import with_noise_inputs
+from mstar.models.speech.phonemes import Phonemizer, code_points, cut
+from mstar.models.speech.voice import Delivery, Samples, Voice
+from mstar.models.speech.voice_files import piper_file
 
 _MAX_PHONEMES = 400
 """Of one run: about half a minute of speech."""

@@ -25,11 +25,11 @@ from mstar.engine.parallel import Clock, EngineInStep, follow
 from mstar.engine.resources.base import Deployment
 from mstar.errors import MstarError
 from mstar.models import load_model
-from mstar.models.collectives import DistributedShard
-from mstar.models.line import Line
+from mstar.models.parallel.collectives import DistributedShard
+from mstar.models.parallel.line import Line
 
 # Run as a program, the module would else log as __main__.
-logger = logging.getLogger("mstar.models.rank")
+logger = logging.getLogger("mstar.models.parallel.rank")
 
 READY = b"ready"
 """Sent by a rank that has loaded."""

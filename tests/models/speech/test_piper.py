@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mstar.errors import RequestError, UnsupportedError, WeightsError
-from mstar.models.piper import PiperVoice, read_config
-from mstar.models.voice import Delivery
+from mstar.models.speech.piper import PiperVoice, read_config
+from mstar.models.speech.voice import Delivery
 from tests.models.onnx_graphs import scaled
 from tests.models.speaking import FOX, piper, piper_path
 from tests.oracles.whisper import transcribe, words

@@ -13,9 +13,9 @@ import numpy as np
 
 from mstar.errors import WeightsError
 from mstar.models.onnx import Feeds, Fetched, OnnxSession
-from mstar.models.phonemes import Phonemizer, cut
-from mstar.models.voice import Delivery, Samples, Voice
-from mstar.models.voice_files import KOKORO_FILES
+from mstar.models.speech.phonemes import Phonemizer, cut
+from mstar.models.speech.voice import Delivery, Samples, Voice
+from mstar.models.speech.voice_files import KOKORO_FILES
 
 LANGUAGE = "en-us"
 """What text is read as, by espeak-ng's name."""

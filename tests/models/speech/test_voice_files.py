@@ -5,7 +5,13 @@ import pytest
 from mstar.errors import WeightsError
 from mstar.models.checkpoint import open_checkpoint
 from mstar.models.locate import BUILTINS, resolve
-from mstar.models.voice_files import KOKORO, KOKORO_FILES, PIPER, piper_file, voice_architecture
+from mstar.models.speech.voice_files import (
+    KOKORO,
+    KOKORO_FILES,
+    PIPER,
+    piper_file,
+    voice_architecture,
+)
 from tests.models.speaking import piper_path
 
 

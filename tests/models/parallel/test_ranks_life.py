@@ -12,8 +12,8 @@ import pytest
 
 from mstar.engine.parallel import LeadingEngine
 from mstar.errors import ConfigError, EngineDeadError
-from mstar.models.rank import device_of
-from mstar.models.ranks import RankProcesses, open_engine
+from mstar.models.parallel.rank import device_of
+from mstar.models.parallel.ranks import RankProcesses, open_engine
 from tests.models.families import saved
 from tests.models.ranks import NUMBERS, PROMPTS, add, assert_same, drain
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mstar.models.janus_config import ImageSettings, VQConfig
+from mstar.models.janus.config import ImageSettings, VQConfig
 
 _GROUPS = 32
 _EPS = 1e-6

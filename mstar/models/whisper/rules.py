@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mstar.models.whisper_config import WhisperTokens
+from mstar.models.whisper.config import WhisperTokens
 
 _NEVER = float("-inf")
 

@@ -46,16 +46,16 @@ from mstar.engine.resources.step import NodeStep
 from mstar.errors import RequestError
 from mstar.models.base import Description
 from mstar.models.checkpoint import Checkpoint
-from mstar.models.whisper_config import (
+from mstar.models.whisper.config import (
     SECONDS_PER_FRAME,
     WhisperConfig,
     WhisperTokens,
     whisper_config,
     whisper_tokens,
 )
-from mstar.models.whisper_layers import Decoder, Encoder, Weights
-from mstar.models.whisper_rules import Rules
-from mstar.models.whisper_windows import Stretch, WhisperOptions, cut, following, prompt_ids
+from mstar.models.whisper.layers import Decoder, Encoder, Weights
+from mstar.models.whisper.rules import Rules
+from mstar.models.whisper.windows import Stretch, WhisperOptions, cut, following, prompt_ids
 
 KIND = "audio"
 """Kind of the items that the encoder takes.

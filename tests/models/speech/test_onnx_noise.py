@@ -3,7 +3,7 @@ import pytest
 
 from mstar.errors import WeightsError
 from mstar.models.onnx import OnnxSession
-from mstar.models.onnx_noise import with_noise_inputs
+from mstar.models.speech.onnx_noise import with_noise_inputs
 from tests.models.onnx_graphs import FLOAT, field, integer, model, node, noisy, scaled, tensor
 
 pytest.importorskip("onnxruntime")

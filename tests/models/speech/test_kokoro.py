@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from mstar.errors import RequestError, WeightsError
-from mstar.models.kokoro import KokoroVoice
-from mstar.models.voice import Delivery
-from mstar.models.voice_files import KOKORO_FILES
+from mstar.models.speech.kokoro import KokoroVoice
+from mstar.models.speech.voice import Delivery
+from mstar.models.speech.voice_files import KOKORO_FILES
 from tests.models.onnx_graphs import scaled
 from tests.models.speaking import FOX, kokoro
 from tests.oracles.whisper import transcribe, words

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mstar.errors import UnsupportedError
-from mstar.models.phonemes import Phonemizer, code_points, cut
+from mstar.models.speech.phonemes import Phonemizer, code_points, cut
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from mstar.models.base import Description, TextModel
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder import DecoderModel, Progress
 from mstar.models.items import ItemDecoderNode, item_of, tensor_of
-from mstar.models.janus_config import (
+from mstar.models.janus.config import (
     GUIDANCE,
     IMAGE,
     KIND,
@@ -54,9 +54,9 @@ from mstar.models.janus_config import (
     image_settings,
     janus_config,
 )
+from mstar.models.janus.vq import Take, VQDecoder, to_levels
 from mstar.models.linear import Linear
 from mstar.models.parts import ENCODER, PartCheckpoint
-from mstar.models.vq import Take, VQDecoder, to_levels
 
 _PAINTER, _PIXELS = "painter", "pixels"
 _SAMPLER = "image_sampler"

@@ -20,7 +20,7 @@ from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.models import load_model
 from mstar.models.locate import resolve
-from mstar.models.whisper import WhisperDecoder, WhisperEncoder, WhisperModel
+from mstar.models.whisper.model import WhisperDecoder, WhisperEncoder, WhisperModel
 from mstar.preprocess.items import prompt_keys
 from mstar.preprocess.media.types import AudioMedia
 from mstar.preprocess.processors.base import TranscriptionTask

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from mstar.models.whisper_config import WhisperTokens
-from mstar.models.whisper_windows import (
+from mstar.models.whisper.config import WhisperTokens
+from mstar.models.whisper.windows import (
     Stretch,
     WhisperOptions,
     cut,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from mstar.models.whisper_config import (
+from mstar.models.whisper.config import (
     FRAMES_PER_SLOT,
     SECONDS_PER_FRAME,
     SECONDS_PER_SLOT,

@@ -16,8 +16,8 @@ from transformers import JanusForConditionalGeneration
 from mstar.engine.resources.spans import Span
 from mstar.errors import RequestError, UnsupportedError, WeightsError
 from mstar.models import describe_model, load_model
-from mstar.models.janus import JanusModel, JanusPixels
-from mstar.models.janus_config import PIXELS
+from mstar.models.janus.config import PIXELS
+from mstar.models.janus.model import JanusModel, JanusPixels
 from mstar.preprocess.items import PromptItem, array_of, item_digest, lay_out
 from tests.models import janus_folder as janus
 from tests.models.janus_folder import BEGIN, BOS, END, HOLE, MADE, SIZE, SLOTS, Answer, Studio

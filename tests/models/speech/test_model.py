@@ -13,8 +13,8 @@ from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import RequestError
 from mstar.models import load_model
 from mstar.models.onnx import OnnxSession
-from mstar.models.speech import MAX_CHARS, SpeechModel
-from mstar.models.voice import Delivery, Samples, Voice
+from mstar.models.speech.model import MAX_CHARS, SpeechModel
+from mstar.models.speech.voice import Delivery, Samples, Voice
 from tests.models.onnx_graphs import scaled
 from tests.models.speaking import piper_path
 from tests.oracles.whisper import transcribe, words

@@ -11,7 +11,7 @@ from mstar.models.checkpoint import open_checkpoint
 from mstar.models.decoder import load
 from mstar.models.fused import RMSNorm
 from mstar.models.linear import Linear
-from mstar.models.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
+from mstar.models.parallel.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
 from tests.models.families import saved
 
 

@@ -16,7 +16,7 @@ from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 from mstar.errors import WeightsError
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.linear import Linear
-from mstar.models.whisper_config import FRAMES_PER_SLOT, Stack, WhisperConfig
+from mstar.models.whisper.config import FRAMES_PER_SLOT, Stack, WhisperConfig
 
 _TAPS = 3
 """Frames that both convolutions look at together."""

@@ -1,0 +1,1 @@
+"""Janus: pictures in and out."""

@@ -1,0 +1,1 @@
+"""One model on several devices: ranks, their shares and their sums."""

@@ -1,0 +1,1 @@
+"""Voices: text to speech by ONNX graphs."""
