@@ -1,6 +1,5 @@
 """Decoder-only transformers: Llama, Mistral, Qwen and Gemma 3 (text), and what is akin to them."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,20 +25,20 @@ from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, SampleStep
 from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan, Sampling
 from mstar.engine.resources.step import NodeStep
-from mstar.errors import WeightsError
 from mstar.models.base import Description, TextModel, text_graph
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder_config import DecoderConfig, Read, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
 from mstar.models.linear import Linear
 from mstar.models.parallel.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
+from mstar.models.weight_taking import Weights
 
 Progress = Callable[[int, int], None]
 """Called with layers loaded and layers in all."""
 
 _NODE = "decoder"
 # Buffers that old checkpoints carry along; the frequencies follow from the config.
-_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
+_IGNORED = r".*rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +382,7 @@ def load(  # noqa: PLR0913 - all that a model is made of, each by its name
     else:
         head_weight = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
     head = Linear(head_weight) if shard is WHOLE else JoinedLinear(head_weight, shard)
-    weights.finish()
+    weights.finish(_IGNORED)
     return DecoderModel(
         name,
         own,
@@ -416,8 +415,8 @@ def _dealt(config: DecoderConfig, shard: Shard) -> DecoderConfig:
     )
 
 
-class _Weights:
-    """Takes a checkpoint's tensors one by one, and knows which nobody took."""
+class _Weights(Weights):
+    """Takes the tensors of a decoder, or a rank's share of them."""
 
     def __init__(
         self,
@@ -427,16 +426,9 @@ class _Weights:
         device: torch.device,
         shard: Shard,
     ) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint, dtype, device)
         self._config = config
-        self._dtype = dtype
-        self._device = device
         self._shard = shard
-        self._left = set(checkpoint.names())
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        self._left.discard(name)
-        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
 
     def norm(self, name: str, width: int) -> RMSNorm:
         return RMSNorm(
@@ -531,12 +523,3 @@ class _Weights:
 
     def _head_norm(self, name: str) -> RMSNorm | None:
         return self.norm(name, self._config.head_dim) if self._config.has_qk_norm else None
-
-    def finish(self) -> None:
-        """Refuse a checkpoint with tensors that nothing used: they would change the answer."""
-        left = sorted(name for name in self._left if not _IGNORED.fullmatch(name))
-        if left:
-            raise WeightsError(
-                f"{self._checkpoint.path}: {len(left)} tensors have no place in "
-                f"{self._config.architecture}, among them {left[0]!r}"
-            )

@@ -9,9 +9,9 @@ from mstar.errors import UnsupportedError
 from mstar.models.fields import Fields
 from mstar.models.fused import RMSNorm
 from mstar.models.linear import Linear
-from mstar.models.part_weights import PartWeights
 from mstar.models.picture_model import PictureFamily
 from mstar.models.siglip import VisionConfig
+from mstar.models.weight_taking import Weights
 
 # What the published configs leave unsaid.
 _DECODER_DEFAULTS = {
@@ -65,7 +65,7 @@ class Projector:
 
 
 def _projector(
-    fields: Fields, shape: VisionConfig, weights: PartWeights, hidden_size: int
+    fields: Fields, shape: VisionConfig, weights: Weights, hidden_size: int
 ) -> Projector:
     norm = weights.take("mm_soft_emb_norm.weight", shape.hidden_size)
     weight = weights.take("mm_input_projection_weight", shape.hidden_size, hidden_size)

@@ -8,9 +8,9 @@ from torch import Tensor
 from mstar.errors import UnsupportedError
 from mstar.models.fields import Fields
 from mstar.models.linear import Linear
-from mstar.models.part_weights import PartWeights
 from mstar.models.picture_model import PictureFamily
 from mstar.models.siglip import VisionConfig
+from mstar.models.weight_taking import Weights
 
 _DECODERS = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 """The decoder's ``model_type`` to its architecture."""
@@ -56,7 +56,7 @@ class Connector:
 
 
 def _connector(
-    fields: Fields, shape: VisionConfig, weights: PartWeights, hidden_size: int
+    fields: Fields, shape: VisionConfig, weights: Weights, hidden_size: int
 ) -> Connector:
     factor = fields.integer("scale_factor", 2)
     width = factor**2 * shape.hidden_size

@@ -1,6 +1,6 @@
 """Composite checkpoints: one part of them at a time, and the models that are made of the parts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from mstar.engine.batch import Node
 from mstar.engine.graph import Edge, Graph
 from mstar.engine.resources.encoder.config import EncoderConfig, EncoderSpec
+from mstar.errors import WeightsError
 from mstar.models.base import Description
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder import DecoderModel
@@ -139,3 +140,17 @@ def encoder_graph(graph: Graph, kinds: tuple[str, ...]) -> Graph:
 def encoder_spec(graph: Graph, hidden_size: int) -> EncoderSpec:
     """Return the declaration of the outputs that an encoder makes and a decoder reads."""
     return EncoderSpec(ENCODER, set(graph.nodes), EncoderConfig(hidden_size=hidden_size))
+
+
+def check_parts(whole: Checkpoint, parts: Sequence[PartCheckpoint]) -> None:
+    """Refuse a checkpoint with tensors that belong to none of its parts.
+
+    Raises:
+        WeightsError: If there is one.
+    """
+    strange = [n for n in whole.names() if not any(part.owns(n) for part in parts)]
+    if strange:
+        raise WeightsError(
+            f"{whole.path}: {len(strange)} tensors belong to no part of the model, among them "
+            f"{min(strange)!r}"
+        )

@@ -13,8 +13,7 @@ from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder import DecoderModel, Progress
 from mstar.models.fields import Fields
 from mstar.models.items import ItemDecoderNode
-from mstar.models.part_weights import PartWeights, check_parts
-from mstar.models.parts import PartCheckpoint, described_with_encoder, with_encoder
+from mstar.models.parts import PartCheckpoint, check_parts, described_with_encoder, with_encoder
 from mstar.models.siglip import (
     IGNORED,
     KIND,
@@ -23,6 +22,7 @@ from mstar.models.siglip import (
     VisionConfig,
     vision_config,
 )
+from mstar.models.weight_taking import Weights
 
 Bridge = Callable[[Tensor], Tensor]
 """Makes slots of patches: ``[n, num_patches, width]`` to ``[n, length, hidden_size]``."""
@@ -46,7 +46,7 @@ class PictureFamily:
     """Fields of ``vision_config`` that published configs leave unsaid."""
     decoder_config: Callable[[Fields], dict[str, Any]]
     """From the whole config to one of a decoder-only family, ``architectures`` included."""
-    bridge: Callable[[Fields, VisionConfig, PartWeights, int], Bridge]
+    bridge: Callable[[Fields, VisionConfig, Weights, int], Bridge]
     """From the whole config, the tower's shape, the bridge's tensors and the decoder's hidden size
     to the bridge."""
     position_ids: Callable[[int, int, int], Tensor]
@@ -95,11 +95,11 @@ class PictureFamily:
             progress=progress,
             node_class=ItemDecoderNode,
         )
-        weights = PartWeights(tower_part, dtype, device)
+        weights = Weights(tower_part, dtype, device)
         tower = Tower(shape, weights)
         weights.finish(IGNORED)
         hidden_size = model.config.hidden_size
-        weights = PartWeights(bridge_part, dtype, device)
+        weights = Weights(bridge_part, dtype, device)
         bridge = self.bridge(Fields(checkpoint.config), shape, weights, hidden_size)
         weights.finish()
         encoder = PictureEncoder(

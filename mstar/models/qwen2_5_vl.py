@@ -29,8 +29,13 @@ from mstar.models.decoder import DecoderModel, Progress
 from mstar.models.fused import RMSNorm, gated
 from mstar.models.items import ItemDecoderNode, item_of, tensor_of
 from mstar.models.linear import Linear
-from mstar.models.part_weights import PartWeights, check_parts
-from mstar.models.parts import ENCODER, PartCheckpoint, described_with_encoder, with_encoder
+from mstar.models.parts import (
+    ENCODER,
+    PartCheckpoint,
+    check_parts,
+    described_with_encoder,
+    with_encoder,
+)
 from mstar.models.qwen2_5_vl_config import (
     FRAMES,
     KINDS,
@@ -40,6 +45,7 @@ from mstar.models.qwen2_5_vl_config import (
     VisionConfig,
     qwen_config,
 )
+from mstar.models.weight_taking import Weights
 
 _NORM_EPS = 1e-6
 _POSITIONS_PER_SLOT = 4
@@ -107,7 +113,7 @@ class _Layer:
     down: Linear
 
 
-def _norm(weights: PartWeights, name: str, width: int) -> RMSNorm:
+def _norm(weights: Weights, name: str, width: int) -> RMSNorm:
     return RMSNorm(weights.take(f"{name}.weight", width), _NORM_EPS)
 
 
@@ -119,7 +125,7 @@ class VisionEncoder(Node):
         weights: Where its tensors are taken from.
     """
 
-    def __init__(self, config: VisionConfig, weights: PartWeights) -> None:
+    def __init__(self, config: VisionConfig, weights: Weights) -> None:
         self._config = config
         width, inner = config.hidden_size, config.intermediate_size
         patch = (NUM_COLOURS, config.patch_frames, config.patch_size, config.patch_size)
@@ -317,7 +323,7 @@ def load(
         progress=progress,
         node_class=ItemDecoderNode,
     )
-    weights = PartWeights(vision, dtype, device)
+    weights = Weights(vision, dtype, device)
     encoder = VisionEncoder(config.vision, weights)
     weights.finish()
     model = with_encoder(model, encoder, KINDS, config.vision.output_size)

@@ -18,8 +18,8 @@ from mstar.errors import UnsupportedError
 from mstar.models.fields import Fields
 from mstar.models.items import item_of, tensor_of
 from mstar.models.linear import Linear
-from mstar.models.part_weights import PartWeights
 from mstar.models.parts import ENCODER
+from mstar.models.weight_taking import Weights
 
 KIND = "image"
 """Kind of the items that the node takes."""
@@ -118,7 +118,7 @@ class Tower:
         WeightsError: If a tensor is missing or of a wrong shape.
     """
 
-    def __init__(self, config: VisionConfig, weights: PartWeights) -> None:
+    def __init__(self, config: VisionConfig, weights: Weights) -> None:
         self.config = config
         width, size = config.hidden_size, config.patch_size
         kernel = weights.take("embeddings.patch_embedding.weight", width, 3, size, size)
@@ -133,7 +133,7 @@ class Tower:
         self._norm = self._take_norm("post_layernorm", weights)
         self._activation = _ACTIVATIONS[config.activation]
 
-    def _take_norm(self, name: str, weights: PartWeights) -> _Norm:
+    def _take_norm(self, name: str, weights: Weights) -> _Norm:
         width = self.config.hidden_size
         return _Norm(
             weights.take(f"{name}.weight", width),
@@ -141,7 +141,7 @@ class Tower:
             self.config.norm_eps,
         )
 
-    def _layer(self, index: int, weights: PartWeights) -> _Layer:
+    def _layer(self, index: int, weights: Weights) -> _Layer:
         prefix = f"encoder.layers.{index}."
         width, inner = self.config.hidden_size, self.config.intermediate_size
         heads = [f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v")]

@@ -13,15 +13,14 @@ from mstar.engine.resources.attention.config import AttentionConfig, LayerAttent
 from mstar.engine.resources.attention.manager import pick_backend
 from mstar.engine.resources.cross_attention.manager import CrossAttentionPlan
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
-from mstar.errors import WeightsError
-from mstar.models.checkpoint import Checkpoint
 from mstar.models.linear import Linear
+from mstar.models.weight_taking import Weights
 from mstar.models.whisper.config import FRAMES_PER_SLOT, Stack, WhisperConfig
 
 _TAPS = 3
 """Frames that both convolutions look at together."""
 # The output head is stored twice in some files; it is the embedding.
-_IGNORED = frozenset(("proj_out.weight",))
+IGNORED = r"proj_out\.weight"
 
 
 class Norm:
@@ -64,38 +63,12 @@ class _Cross:
     output: Linear
 
 
-class Weights:
-    """Takes a checkpoint's tensors one by one, and knows which nobody took.
-
-    Args:
-        checkpoint: Where they are.
-        dtype: What they are turned into.
-        device: Where they go.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self._checkpoint = checkpoint
-        self._dtype, self._device = dtype, device
-        self._left = set(checkpoint.names()) - _IGNORED
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of the model.
-
-        Raises:
-            WeightsError: If it is missing, or of another shape.
-        """
-        self._left.discard(name)
-        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
+class WhisperWeights(Weights):
+    """Takes the tensors of a Whisper."""
 
     def norm(self, prefix: str, width: int) -> Norm:
         """Return a normalisation."""
         return Norm(self.take(f"{prefix}.weight", width), self.take(f"{prefix}.bias", width))
-
-    def linear(self, prefix: str, num_out: int, num_in: int) -> Linear:
-        """Return a projection."""
-        return Linear(
-            self.take(f"{prefix}.weight", num_out, num_in), self.take(f"{prefix}.bias", num_out)
-        )
 
     def merged(self, prefix: str, parts: str, width: int) -> Linear:
         """Return the projections of an attention that read the same input, as one.
@@ -119,31 +92,19 @@ class Weights:
         return _Layer(
             attention_norm=self.norm(f"{prefix}.self_attn_layer_norm", width),
             qkv=self.merged(f"{prefix}.self_attn", "qkv", width),
-            output=self.linear(f"{prefix}.self_attn.out_proj", width, width),
+            output=self.linear((f"{prefix}.self_attn.out_proj",), width, width),
             mlp_norm=self.norm(f"{prefix}.final_layer_norm", width),
-            up=self.linear(f"{prefix}.fc1", stack.ffn_size, width),
-            down=self.linear(f"{prefix}.fc2", width, stack.ffn_size),
+            up=self.linear((f"{prefix}.fc1",), stack.ffn_size, width),
+            down=self.linear((f"{prefix}.fc2",), width, stack.ffn_size),
         )
 
     def cross(self, prefix: str, width: int) -> _Cross:
         """Return what a decoder layer has on top."""
         return _Cross(
             norm=self.norm(f"{prefix}.encoder_attn_layer_norm", width),
-            query=self.linear(f"{prefix}.encoder_attn.q_proj", width, width),
-            output=self.linear(f"{prefix}.encoder_attn.out_proj", width, width),
+            query=self.linear((f"{prefix}.encoder_attn.q_proj",), width, width),
+            output=self.linear((f"{prefix}.encoder_attn.out_proj",), width, width),
         )
-
-    def finish(self) -> None:
-        """Refuse a checkpoint with tensors that nothing used: they would change the answer.
-
-        Raises:
-            WeightsError: If there are any; names one.
-        """
-        if self._left:
-            raise WeightsError(
-                f"{self._checkpoint.path}: {len(self._left)} tensors have no place in Whisper, "
-                f"among them {min(self._left)!r}"
-            )
 
 
 Attend = Callable[[Tensor], Tensor]
@@ -217,7 +178,7 @@ class Encoder:
         config: The model's shape.
     """
 
-    def __init__(self, weights: Weights, config: WhisperConfig) -> None:
+    def __init__(self, weights: WhisperWeights, config: WhisperConfig) -> None:
         width, stack = config.width, config.encoder
         self._config = config
         self._head_dim = width // stack.num_heads
@@ -239,7 +200,7 @@ class Encoder:
             stack.max_positions, stack.num_heads, self._head_dim, self._positions
         )
 
-    def _conv(self, weights: Weights, prefix: str, num_in: int) -> Linear:
+    def _conv(self, weights: WhisperWeights, prefix: str, num_in: int) -> Linear:
         """Return a convolution as a projection of three frames laid side by side."""
         width = self._config.width
         kernel = weights.take(f"{prefix}.weight", width, num_in, _TAPS)
@@ -300,7 +261,7 @@ class Decoder:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: WhisperWeights,
         config: WhisperConfig,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:

@@ -53,7 +53,7 @@ from mstar.models.whisper.config import (
     whisper_config,
     whisper_tokens,
 )
-from mstar.models.whisper.layers import Decoder, Encoder, Weights
+from mstar.models.whisper.layers import IGNORED, Decoder, Encoder, WhisperWeights
 from mstar.models.whisper.rules import Rules
 from mstar.models.whisper.windows import Stretch, WhisperOptions, cut, following, prompt_ids
 
@@ -341,10 +341,10 @@ def load(
     """
     config = whisper_config(checkpoint.config)
     tokens = whisper_tokens(checkpoint.config, checkpoint.generation_config)
-    weights = Weights(checkpoint, dtype, device)
+    weights = WhisperWeights(checkpoint, dtype, device)
     encoder = Encoder(weights, config)
     decoder = Decoder(weights, config, progress)
-    weights.finish()
+    weights.finish(IGNORED)
     rules = Rules(tokens, config.vocab_size, device)
     return WhisperModel(
         name,

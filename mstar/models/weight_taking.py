@@ -1,4 +1,4 @@
-"""Weights of one part of a composite checkpoint, taken one by one and none forgotten."""
+"""The weights of a checkpoint, or of a part of one, taken one by one and none forgotten."""
 
 import re
 from collections.abc import Sequence
@@ -9,23 +9,22 @@ from torch import Tensor
 from mstar.errors import WeightsError
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.linear import Linear
-from mstar.models.parts import PartCheckpoint
 
 
-class PartWeights:
-    """Takes a part's tensors, and knows which nobody took.
+class Weights:
+    """Takes a checkpoint's tensors, and knows which nobody took.
 
     Args:
-        part: Where they are, under the part's own names.
+        checkpoint: Where they are; of a composite one, the part.
         dtype: What they are to be in.
         device: Where they are to lie.
     """
 
-    def __init__(self, part: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self._part = part
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        self._left = set(part.names())
+        self._left = set(checkpoint.names())
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a tensor of this shape.
@@ -34,7 +33,7 @@ class PartWeights:
             WeightsError: If it is missing, broken or of another shape.
         """
         self._left.discard(name)
-        return self._part.tensor(name, shape).to(self._device, self._dtype)
+        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
 
     def linear(self, names: Sequence[str], out_features: int, in_features: int) -> Linear:
         """Return projections of one input as a single one, biases included.
@@ -49,7 +48,7 @@ class PartWeights:
         return Linear(torch.cat(weights), torch.cat(biases))
 
     def finish(self, ignored: str = "") -> None:
-        """Refuse a part with tensors that nobody took: they would change the answer.
+        """Refuse a checkpoint with tensors that nobody took: they would change the answer.
 
         Args:
             ignored: Regular expression of names that change nothing.
@@ -60,20 +59,6 @@ class PartWeights:
         left = sorted(name for name in self._left if not re.fullmatch(ignored, name))
         if left:
             raise WeightsError(
-                f"{self._part.path}: {len(left)} tensors have no place in the model, among them "
-                f"{left[0]!r}"
+                f"{self._checkpoint.path}: {len(left)} tensors have no place in the model, among "
+                f"them {left[0]!r}"
             )
-
-
-def check_parts(whole: Checkpoint, parts: Sequence[PartCheckpoint]) -> None:
-    """Refuse a checkpoint with tensors that belong to none of its parts.
-
-    Raises:
-        WeightsError: If there is one.
-    """
-    strange = [n for n in whole.names() if not any(part.owns(n) for part in parts)]
-    if strange:
-        raise WeightsError(
-            f"{whole.path}: {len(strange)} tensors belong to no part of the model, among them "
-            f"{min(strange)!r}"
-        )
