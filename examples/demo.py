@@ -66,8 +66,13 @@ def ask(client: OpenAI, model: str, question: str) -> None:
 
 def ask_by_voice(client: OpenAI, folder: Path) -> None:
     """Have a question spoken, ask with the recording, and write down how the answer sounds."""
+    # Whole, so that the head of the file tells its length.
     question = client.audio.speech.create(
-        model="voice", voice="", input=SPOKEN_QUESTION, response_format="wav"
+        model="voice",
+        voice="",
+        input=SPOKEN_QUESTION,
+        response_format="wav",
+        extra_body={"stream": False},
     ).content
     asked = folder / "question.wav"
     asked.write_bytes(question)

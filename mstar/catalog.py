@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mstar import models
 from mstar.errors import ConfigError
-from mstar.models.locate import resolve
-from mstar.preprocess.processors import load_processor, load_tokenizer
+from mstar.models.locate import COMPOSITES, resolve
+from mstar.preprocess.processors import load_processor, load_tokenizer, takes_text_only
 from mstar.preprocess.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from mstar.engine.model import Model
     from mstar.engine.resources.base import Deployment
     from mstar.models.base import Description
-
-COMPOSITES: dict[str, str] = {"voice": "mstar.assistant.load"}
-"""Models made of models: name to the module that puts one together."""
 
 
 def locate(name: str) -> str:
@@ -142,6 +139,13 @@ def load_tokenizer_of(where: str) -> TextTokenizer:
     if composite is not None:
         return load_prompting(where)[0]
     return load_tokenizer(Path(where))
+
+
+def load_processor_of(where: str) -> object | None:
+    """Return the processor of ``load_prompting``, without a tokenizer where there is none."""
+    if _composite(where) is None and takes_text_only(Path(where)):
+        return None
+    return load_prompting(where)[1]
 
 
 def _check_format(name: str, load_format: str) -> None:

@@ -1,5 +1,6 @@
 """What all tests share: one torch thread, models that cost milliseconds, and no GPU by surprise."""
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +11,20 @@ from mstar.models.toy import toy_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("mstar.engine.resources.attention._paged") is None:
+        for item in items:
+            if isinstance(item, pytest.Function) and _asks_for_paged(item):
+                item.add_marker(pytest.mark.skip(reason="the kernel _paged is not built"))
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+def _asks_for_paged(item: pytest.Function) -> bool:
+    given = getattr(item, "callspec", None)
+    return given is not None and given.params.get("backend") == "paged"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,10 +3,12 @@
 import argparse
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -202,6 +204,31 @@ def test_generate_prints_the_answer(model: str, capsys: pytest.CaptureFixture[st
     assert "1 tokens in" in captured.err
 
 
+def test_generate_refuses_what_the_model_cannot_do_before_its_weights_are_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = SimpleNamespace(tasks=frozenset({"transcription"}))
+    monkeypatch.setattr("mstar.catalog.locate", lambda name: name)
+    monkeypatch.setattr("mstar.catalog.load_processor_of", lambda where: processor)
+    for flags, message in (([], "continues no texts"), (["--chat"], "answers no chats")):
+        assert main(["generate", "ears", "Hi", *flags]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "serve one that does, such as smollm2-135m" in error
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_threads_wait_briefly_unless_the_user_says_otherwise(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", given or "")
+    if given is None:
+        monkeypatch.delenv("GOMP_SPINCOUNT")
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert os.environ["GOMP_SPINCOUNT"] == (given or "3000")
+
+
 def test_generate_takes_several_prompts_and_stops(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,8 +372,15 @@ def test_env_lists_versions_and_settings(
     monkeypatch.setenv("MSTAR_CACHE", str(tmp_path))
     assert main(["env"]) == 0
     text = capsys.readouterr().out
-    parts = ("python", "torch", "kernel _paged", "kernel _flash", "kernel _fused")
-    for part in (*parts, "model smollm2-135m", "models by id", "MSTAR_TYPO", str(tmp_path)):
+    parts = ("python", "torch", "kernel _paged", "kernel _flash", "kernel _fused", "onnxruntime")
+    for part in (
+        *parts,
+        "model smollm2-135m",
+        "model voice",
+        "models by id",
+        "MSTAR_TYPO",
+        str(tmp_path),
+    ):
         assert part in text
     assert "sesame" not in text
 

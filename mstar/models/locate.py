@@ -81,6 +81,9 @@ BUILTINS: dict[str, Builtin] = {
 }
 """The models that come as packages, by name."""
 
+COMPOSITES: dict[str, str] = {"voice": "mstar.assistant.load"}
+"""Models made of these: name to the module above this one that puts one together."""
+
 
 def resolve(
     name: str,
@@ -90,8 +93,8 @@ def resolve(
 ) -> Path:
     """Return where a model lies: a folder, or a GGUF file.
 
-    In this order: a path that exists, a built-in name, an id at Hugging Face (from its cache where
-    there is no network).
+    In this order: a path that exists, a built-in name (those of composites lead nowhere), an id at
+    Hugging Face (from its cache where there is no network).
 
     Args:
         name: What the user wrote.
@@ -133,7 +136,7 @@ def _inside(folder: Path) -> Path:
 
 
 def _list_builtins() -> str:
-    return f"{', '.join(BUILTINS)}; install them with {_INSTALL}"
+    return f"{', '.join((*BUILTINS, *COMPOSITES))}; install them with {_INSTALL}"
 
 
 def _resolve_builtin(name: str, builtin: Builtin, cache_dir: Path) -> Path:

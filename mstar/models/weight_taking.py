@@ -47,11 +47,12 @@ class Weights:
         biases = [self.take(f"{name}.bias", out_features) for name in names]
         return Linear(torch.cat(weights), torch.cat(biases))
 
-    def finish(self, ignored: str = "") -> None:
+    def finish(self, ignored: str = "", owner: str = "the model") -> None:
         """Refuse a checkpoint with tensors that nobody took: they would change the answer.
 
         Args:
             ignored: Regular expression of names that change nothing.
+            owner: What messages call the model.
 
         Raises:
             WeightsError: If there is one.
@@ -59,6 +60,6 @@ class Weights:
         left = sorted(name for name in self._left if not re.fullmatch(ignored, name))
         if left:
             raise WeightsError(
-                f"{self._checkpoint.path}: {len(left)} tensors have no place in the model, among "
+                f"{self._checkpoint.path}: {len(left)} tensors have no place in {owner}, among "
                 f"them {left[0]!r}"
             )

@@ -118,7 +118,8 @@ def _part(part: object, where: str, kinds: Collection[str], media: list[Source])
         source = source_of(part, where)
         media.append(source)
         return {"type": source.kind}
-    taken = " and ".join(["text", *sorted(kinds)])
+    *others, last = ["text", *sorted(kinds)]
+    taken = f"{', '.join(others)} and {last}" if others else last
     raise RequestError(
         f"{where} is {kind!r:.40}; this model takes {taken} parts only",
         param=where,

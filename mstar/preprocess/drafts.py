@@ -55,8 +55,8 @@ _RESERVED_KWARGS = frozenset(
     )
 )
 _ABILITY: dict[Task, str] = {
-    "chat": "answers no chats",
-    "completion": "continues no texts",
+    "chat": "answers no chats; serve one that does, such as smollm2-135m",
+    "completion": "continues no texts; serve one that does, such as smollm2-135m",
     "transcription": "writes down no speech; serve one that does, such as whisper-base",
     "speech": "does not speak; serve one that does, such as voice",
     "image": "makes no pictures; serve one that does, such as a Janus checkpoint",
@@ -90,6 +90,25 @@ class PromptRequest:
     """The chat ends inside its last message."""
     add_special_tokens: bool = True
     """A text begins (and ends) as the model wants texts to."""
+
+
+def require(task: Task, processor: object | None) -> None:
+    """Verify that a model can do what it is asked for.
+
+    Args:
+        task: What it is asked for.
+        processor: The model's; ``None``: it takes text only.
+
+    Raises:
+        RequestError: If it cannot; names a model that can.
+    """
+    able = tasks_of(processor)
+    if task not in able:
+        raise RequestError(
+            f"this model {_ABILITY[task]} (it is there for: {', '.join(sorted(able))})",
+            param={"chat": "messages", "completion": "prompt"}.get(task, "model"),
+            code="capability_missing",
+        )
 
 
 class Drafter:
@@ -142,7 +161,7 @@ class Drafter:
         if request.audio is not None:
             return self._transcription(request, request.audio)
         if request.token_ids is not None:
-            self._require("completion", "prompt")
+            require("completion", self._processor)
             return Draft(parts=[self._checked(list(request.token_ids))])
         assert request.text is not None
         if not isinstance(request.text, str):
@@ -155,7 +174,7 @@ class Drafter:
         return self._render(request, read_messages(request.messages, self._kinds))
 
     def _chat(self, request: PromptRequest, messages: Sequence[Mapping[str, Any]]) -> Draft:
-        self._require("chat", "messages")
+        require("chat", self._processor)
         task = request.task if isinstance(request.task, ChatTask) else ChatTask()
         conversation = read_messages(messages, self._kinds)
         # Arguments of tool calls are read out of JSON, which may spell a text in other letters.
@@ -216,19 +235,19 @@ class Drafter:
 
     def _text(self, request: PromptRequest, text: str) -> Draft:
         if isinstance(request.task, SpeechTask):
-            self._require("speech", "model")
+            require("speech", self._processor)
             assert isinstance(self._processor, Speaker)
             return self._processor.speech(text, request.task)
         refuse_typed(text, self._reserved, "prompt")
         if isinstance(request.task, ImageTask):
-            self._require("image", "model")
+            require("image", self._processor)
             assert isinstance(self._processor, Painter)
             return self._processor.picture(text, request.task)
-        self._require("completion", "prompt")
+        require("completion", self._processor)
         return Draft(parts=[self._encode(text, request.add_special_tokens, "prompt")])
 
     def _transcription(self, request: PromptRequest, source: Source) -> Draft:
-        self._require("transcription", "model")
+        require("transcription", self._processor)
         processor = self._processor
         assert isinstance(processor, Transcriber)
         media = decoded(source, processor.rate, Budget(self._limits))
@@ -236,15 +255,6 @@ class Drafter:
         task = request.task if isinstance(request.task, TranscriptionTask) else TranscriptionTask()
         refuse_typed(task.prompt, self._tokenizer.control_tokens, "prompt")
         return processor.transcription(media, task)
-
-    def _require(self, task: Task, param: str) -> None:
-        able = tasks_of(self._processor)
-        if task not in able:
-            raise RequestError(
-                f"this model {_ABILITY[task]} (it is there for: {', '.join(sorted(able))})",
-                param=param,
-                code="capability_missing",
-            )
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         """Return ids, of which none may stand for media."""

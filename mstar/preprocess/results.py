@@ -53,6 +53,7 @@ class Transcript:
 
     text: str
     language: str | None
+    """Its code."""
     stretches: tuple[Stretch, ...]
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from mstar.engine.output import Emitted, RequestOutput
 from mstar.errors import RequestError
+from mstar.preprocess.languages import language_name
 from mstar.preprocess.results import (
     Sound,
     Stretch,
@@ -38,6 +39,9 @@ _TRANSCRIPT_TYPES = {
     "srt": "text/plain; charset=utf-8",
     "vtt": "text/vtt; charset=utf-8",
 }
+
+_FIGURES = ("seek", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob")
+"""What a model may say of a stretch of speech beside its text and times."""
 
 
 class SpeechAnswer(PlainRendering):
@@ -72,6 +76,8 @@ class SpeechAnswer(PlainRendering):
     def closing(self) -> bytes:
         """Return the event that says so, where there are events.
 
+        It has a usage where tokens were read or written; most voices have none.
+
         Raises:
             ApiError: If nothing was to be heard, and a file would have not even a head.
         """
@@ -80,12 +86,14 @@ class SpeechAnswer(PlainRendering):
                 raise _nothing_to_hear()
             return b""
         counts = self.counts()
-        usage = {
-            "input_tokens": counts.num_prompt,
-            "output_tokens": counts.num_completion,
-            "total_tokens": counts.num_prompt + counts.num_completion,
-        }
-        return _event({"type": "speech.audio.done", "usage": usage}) + DONE
+        done: Json = {"type": "speech.audio.done"}
+        if total := counts.num_prompt + counts.num_completion:
+            done["usage"] = {
+                "input_tokens": counts.num_prompt,
+                "output_tokens": counts.num_completion,
+                "total_tokens": total,
+            }
+        return _event(done) + DONE
 
     def failing(self, error: bytes) -> bytes | None:
         """Return the error as an event; a file breaks off."""
@@ -170,9 +178,10 @@ class TranscriptAnswer(PlainRendering):
     def _verbose(self) -> Json:
         transcript = transcript_of(self._emitted)
         is_translated = self._options.route == "translation"
+        language = "en" if is_translated else transcript.language
         body: Json = {
             "task": "translate" if is_translated else "transcribe",
-            "language": "en" if is_translated else transcript.language,
+            "language": None if language is None else language_name(language),
             "duration": round(self._media.seconds, 3),
             "text": transcript.text,
         }
@@ -188,16 +197,12 @@ class TranscriptAnswer(PlainRendering):
 
 
 def _segment(index: int, stretch: Stretch) -> Json:
-    """Return a stretch as OpenAI's segments are; what is not known of it is zero."""
-    known = {
-        name: stretch.facts.get(name) or 0.0
-        for name in ("temperature", "avg_logprob", "compression_ratio", "no_speech_prob")
-    }
+    """Return a stretch as OpenAI's segments are; what is not known of it is left out."""
+    known = {name: stretch.facts[name] for name in _FIGURES if name in stretch.facts}
     return {
         "id": index,
-        "seek": 0,
-        "start": stretch.start,
-        "end": stretch.end,
+        "start": round(stretch.start, 3),
+        "end": round(stretch.end, 3),
         "text": stretch.text,
         "tokens": stretch.tokens,
         **known,

@@ -53,7 +53,11 @@ async def read_body(request: Request, max_nbytes: int, *, is_form: bool = False)
             parts.clear()
     if num_bytes > max_nbytes:
         limit = f"{max_nbytes / 2**20:.10g} MiB"
-        raise ApiError(413, f"the body exceeds {limit}; shorten it, or send smaller media")
+        raise ApiError(
+            413,
+            f"the body exceeds {limit}; shorten it, send smaller media, or raise the server's "
+            "--max-body-size",
+        )
     return b"".join(parts)
 
 

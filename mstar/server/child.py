@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq.asyncio
 
+from mstar.server.waiting import wait_briefly
 from mstar.transport.channel import ParentChannel
 from mstar.transport.messages import Message, Shutdown
 
@@ -217,9 +218,7 @@ def _ignore(_: object) -> None:
 def _environment() -> dict[str, str]:
     """Return this process's environment, with this very package importable."""
     environment = dict(os.environ)
-    # A thread that waits must soon leave its core to the other processes: with libgomp's default
-    # of milliseconds, one busy neighbour made a decode step many times as long.
-    environment.setdefault("GOMP_SPINCOUNT", "3000")
+    wait_briefly(environment)
     # An installed copy elsewhere must not be picked up by the children.
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

@@ -5,14 +5,11 @@ import errno
 import hashlib
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -27,6 +24,7 @@ from mstar.server.bridge import Bridge
 from mstar.server.child import Launcher
 from mstar.server.config import EngineOptions, ServerConfig
 from mstar.server.logs import configure_logging
+from mstar.server.socket_folder import socket_folder
 from mstar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -99,17 +97,16 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        folder = _socket_folder()
-        context = zmq.asyncio.Context()
-        try:
-            path = await asyncio.to_thread(locate, config.engine.model)
-            logger.info("listening at %s, not ready yet", self._url)
-            bridge = Bridge(config, path, Launcher(context, folder))
-            return await self._serve(bridge, path, listener)
-        finally:
-            listener.close()
-            context.destroy(linger=0)
-            shutil.rmtree(folder, ignore_errors=True)
+        with socket_folder() as folder:
+            context = zmq.asyncio.Context()
+            try:
+                path = await asyncio.to_thread(locate, config.engine.model)
+                logger.info("listening at %s, not ready yet", self._url)
+                bridge = Bridge(config, path, Launcher(context, folder))
+                return await self._serve(bridge, path, listener)
+            finally:
+                listener.close()
+                context.destroy(linger=0)
 
     async def _serve(self, bridge: Bridge, path: str, listener: socket.socket) -> int:
         app = create_app(bridge, self._get_tokenizer, _system_fingerprint(self._config))
@@ -221,12 +218,6 @@ class _Server:
         announcer = logging.getLogger("mstar.ready")
         announcer.setLevel(logging.INFO)
         announcer.info("mstar is ready at %s", self._url)
-
-
-def _socket_folder() -> Path:
-    """Return a fresh folder for socket files, whose paths the system keeps short."""
-    place = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="mstar-", dir=place if len(place) < 70 else "/tmp"))
 
 
 def _log_banner(config: ServerConfig) -> None:

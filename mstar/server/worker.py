@@ -12,8 +12,9 @@ from mstar.catalog import load_prompting
 from mstar.engine.output import ErrorInfo
 from mstar.engine.request import PreparedRequest
 from mstar.errors import MstarError, RequestError
+from mstar.preprocess.drafts import require
 from mstar.preprocess.media.limits import MediaLimits
-from mstar.preprocess.processors.base import ChatTask, tasks_of
+from mstar.preprocess.processors.base import ChatTask, Task, tasks_of
 from mstar.preprocess.prompt import PromptPreparer, PromptRequest, item_tokens
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.child import become_child
@@ -48,6 +49,15 @@ logger = logging.getLogger("mstar.server.worker")
 
 _MAX_KNOWN_FIELDS = 100
 _MEDIA_LIMITS = MediaLimits()
+_TASKS: dict[Route, Task] = {
+    "chat": "chat",
+    "completion": "completion",
+    "transcription": "transcription",
+    "translation": "transcription",
+    "speech": "speech",
+    "image": "image",
+}
+"""What a model must be able to do for a route."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +140,22 @@ class Worker:
     def _prepare(self, job: Prepare) -> Prepared:
         assert self._preparer is not None, "a job came before the engine's numbers"
         route = job.route or route_of(job.body)
-        if route in MEDIA_ROUTES:
-            return self._prepare_media(job, self._preparer)
+        try:
+            if route in MEDIA_ROUTES:
+                return self._prepare_media(job, self._preparer)
+            return self._prepare_text(job, route, self._preparer)
+        except (ApiError, RequestError) as error:
+            # No other form of the body would help where the model cannot do it at all.
+            if isinstance(error, RequestError) or error.status == 400:
+                require(_TASKS[route], self._processor)
+            raise
+
+    def _prepare_text(self, job: Prepare, route: Route, preparer: PromptPreparer) -> Prepared:
         parsed = parse(route, job.body, self._rules)
         self._warn(parsed.unknown_fields)
         requests = _prompt_requests(job.request_id, parsed)
         try:
-            prompts = [self._preparer.prepare(request) for request in requests]
+            prompts = [preparer.prepare(request) for request in requests]
         except RequestError as error:
             raise in_users_words(error, parsed.names) from None
         options = _options(route, parsed, prompts, self._rules.model_names[0])

@@ -234,6 +234,21 @@ def test_an_abort_while_it_speaks_leaves_nothing_behind(desk: Desk) -> None:
     assert desk.answer(QUESTIONS[1], engine) == desk.answer(QUESTIONS[1])
 
 
+def test_an_abort_while_it_listens_leaves_nothing_with_the_listener(desk: Desk) -> None:
+    engine = desk.engine()
+    engine.add_request(desk.chat(engine, HEARD, [desk.said(QUESTIONS[0])]))
+    facts = desk.model.listener.facts
+    while not len(facts):
+        assert engine.step() is not None
+    assert engine.abort("r")
+    assert len(facts) == 0
+    engine.add_request(desk.chat(engine, HEARD, [desk.said(QUESTIONS[0])]))
+    (heard,) = [p for output in finish(engine)["r"] for p in output.emitted]
+    assert heard.info["avg_logprob"] > -1
+    assert heard.info["no_speech_prob"] < 0.5
+    assert len(facts) == 0
+
+
 def test_a_chat_too_long_with_what_was_said_ends_with_the_reason(desk: Desk) -> None:
     engine = desk.engine(max_model_len=80)
     messages = [

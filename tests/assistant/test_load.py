@@ -1,5 +1,7 @@
 """What can be said of the voice assistant before its weights are loaded."""
 
+from typing import NoReturn
+
 import pytest
 
 from mstar.catalog import describe_model, load_model, writer_of
@@ -59,9 +61,27 @@ def test_weights_that_are_drawn_are_refused() -> None:
             make("voice", load_format="dummy")
 
 
+def test_a_speaker_that_cannot_run_is_missed_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def refuse(name: str, **_: object) -> NoReturn:
+        asked.append(name)
+        raise UnsupportedError("onnxruntime is missing")
+
+    monkeypatch.setattr("mstar.assistant.load.load_model", refuse)
+    with pytest.raises(UnsupportedError, match="onnxruntime is missing"):
+        load_model("voice")
+    assert asked == ["piper"]
+
+
 @pytest.mark.slow
 def test_what_is_described_is_what_is_loaded(described: Description) -> None:
-    model, _ = load_model("voice")
+    told: list[tuple[int, int]] = []
+    model, _ = load_model("voice", progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert {(100, 300), (200, 300), (300, 300)} < set(told)
     assert described.graph == model.graph
     assert tuple(model.nodes) == model.graph.nodes
     assert list(described.specs) == list(model.specs)

@@ -88,12 +88,24 @@ def test_further_answers_get_numbers(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         file = files.take()
         file.write(tone(number))
-        file.close()
+        files.give_back(file)
     files.close()
     lengths = {
         found.name: len(samples_of(found.read_bytes())) for found in sorted(tmp_path.iterdir())
     }
     assert lengths == {"out-2.wav": 2, "out-3.wav": 3, "out.wav": 1}
+
+
+def test_an_answer_that_failed_uses_up_no_name(tmp_path: Path) -> None:
+    files = SoundFiles(tmp_path / "out.wav")
+    for number in (0, 1, 0, 2):
+        file = files.take()
+        if number:
+            file.write(tone(number))
+        files.give_back(file)
+    files.close()
+    lengths = {found.name: len(samples_of(found.read_bytes())) for found in tmp_path.iterdir()}
+    assert lengths == {"out.wav": 1, "out-2.wav": 2}
 
 
 def test_a_talk_without_an_answer_leaves_no_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from mstar.assistant import load as assistant_load
 from mstar.catalog import load_model, load_prompting
 from mstar.engine.model import Model
 from mstar.engine.request import Companion, PreparedRequest, context_root
@@ -433,8 +435,10 @@ def _whisper() -> Family:
 def _assistant() -> Family:
     soxr = pytest.importorskip("soxr")
     try:
-        model, _ = load_model("voice", dtype="float32")
-        _, processor = load_prompting("voice")
+        # The laws are about how the parts go together, for which the smallest listener does.
+        with patch.object(assistant_load, "LISTENER", "whisper-tiny.en"):
+            model, _ = load_model("voice", dtype="float32")
+            _, processor = load_prompting("voice")
     except (ModelNotFoundError, UnsupportedError) as error:
         pytest.skip(str(error))
     desk: Any = processor
@@ -449,7 +453,7 @@ def _assistant() -> Family:
         messages = [{"role": "user", "content": content}]
         draft = desk.chat(messages, media, ChatTask(modalities=modalities))
         fields = {"context": list(draft.context), "options": dict(draft.options)}
-        return asking(*draft.parts, fields=fields, max_tokens=24, ignore_eos=False)
+        return asking(*draft.parts, fields=fields, max_tokens=14, ignore_eos=False)
 
     def hearing(text: str, before: str = "", **options: Any) -> Ask:
         parts = [{"type": "text", "text": before}] * bool(before) + [{"type": "audio"}]
@@ -461,7 +465,6 @@ def _assistant() -> Family:
             hearing("What is the capital of France?", is_spoken=True),
             chat("Tell me about spiders.", is_spoken=True),
             hearing("How many legs does a spider have?"),
-            chat("What colour is the sky?"),
         ],
         at=lambda before, tail, item: hearing(
             "Name a colour." if item == 1 else "Name a number.",
@@ -470,9 +473,10 @@ def _assistant() -> Family:
         # What stands before the question: the words of the template.
         shared=lambda before: PAGE_SIZE,
         budgets=(1500,),
-        pools=(20, 26),
-        longest=72,
-        numbers={"max_model_len": 256, "max_num_batched_tokens": 2048},
+        pools=(15, 22),
+        longest=56,
+        # Two windows of a recording fit into a step.
+        numbers={"max_model_len": 256, "max_num_batched_tokens": 3000},
         offsets=(1,),
         atol=2e-3,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -209,12 +210,23 @@ def assert_same(got: Answer, expected: Answer, atol: float = LOGITS) -> None:
 
 def assert_same_pieces(got: Sequence[Emitted], expected: Sequence[Emitted], atol: float) -> None:
     """Assert that what was emitted beside tokens is the same; pictures by a level at most."""
-    told = [[(p.name, p.text, p.info) for p in pieces] for pieces in (got, expected)]
+    told = [[(p.name, p.text, _named(p.info)) for p in pieces] for pieces in (got, expected)]
     assert told[0] == told[1]
     for one, other in zip(got, expected, strict=True):
+        # Figures out of logits differ as these do; a log-probability by twice as much.
+        assert _figures(one.info) == pytest.approx(_figures(other.info), abs=2 * atol)
         assert (one.array is None) == (other.array is None)
         if one.array is not None and other.array is not None:
             ours, theirs = (np.asarray(to_numpy(a), np.float64) for a in (one.array, other.array))
             assert ours.shape == theirs.shape
             most = 1.0 if one.array.dtype == "uint8" else atol
             assert np.abs(ours - theirs).max(initial=0.0) <= most
+
+
+def _figures(info: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in info.items() if isinstance(value, float)}
+
+
+def _named(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is no float, with the names of what is."""
+    return {name: None if isinstance(value, float) else value for name, value in info.items()}

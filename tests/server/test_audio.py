@@ -120,8 +120,13 @@ def test_transcripts_come_in_every_format(client: OpenAI, question: bytes) -> No
     assert QUESTION in subtitles
     assert transcribe(client, question, response_format="vtt").startswith("WEBVTT\n\n")
     verbose = transcribe(client, question, response_format="verbose_json")
-    assert (verbose.text, verbose.language) == (QUESTION, "en")
-    assert 0 < verbose.segments[0].end <= verbose.duration + 0.1
+    assert (verbose.text, verbose.language) == (QUESTION, "english")
+    (segment,) = verbose.segments
+    assert 0 < segment.end <= verbose.duration + 0.1
+    assert (segment.seek, segment.temperature) == (0, 0.0)
+    assert -1 < segment.avg_logprob < 0
+    assert 0 < segment.no_speech_prob < 0.5
+    assert segment.compression_ratio > 0.5
     events = list(transcribe(client, question, stream=True))
     assert "".join(e.delta for e in events if e.type == "transcript.text.delta") == QUESTION
     assert events[-1].text == QUESTION
@@ -172,7 +177,7 @@ def test_answers_may_be_spoken_and_say_what_they_write(client: OpenAI, question:
     text, data = "", b""
     for chunk in client.chat.completions.create(
         messages=asking(question),
-        audio={"voice": "joe", "format": "pcm16"},
+        audio={"voice": "joe", "format": "wav"},
         stream=True,
         **options,
     ):
@@ -181,7 +186,8 @@ def test_answers_may_be_spoken_and_say_what_they_write(client: OpenAI, question:
         if audio := delta.model_dump().get("audio"):
             data += base64.b64decode(audio["data"])
     assert text == message.content
-    assert data == sound[44:]
+    # The heads differ: one leaves the length open.
+    assert data[44:] == sound[44:]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +221,7 @@ def test_recordings_beyond_the_limit_are_refused_and_silence_is_not(client: Open
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": "x", "voice": "alloy"}, "voice"),
+        ({"input": "x", "voice": "nobody"}, "voice"),
         ({"input": "x", "speed": 99}, "speed"),
         ({"input": "x", "instructions": "loudly"}, "instructions"),
         ({"input": "x" * 200_000}, "input"),

@@ -134,7 +134,8 @@ def test_speech_events_carry_the_file_piece_by_piece() -> None:
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
     joined = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
     assert joined == speak("wav", stream=True)[1]
-    assert done["type"] == "speech.audio.done"
+    # Nobody counted tokens.
+    assert done == {"type": "speech.audio.done"}
     failing = answer.failing(b'{"error": 1}')
     assert failing == b'data: {"error": 1}\n\n' + DONE
 
@@ -181,15 +182,15 @@ def test_transcripts_have_openais_formats() -> None:
 
 def test_verbose_transcripts_have_segments_and_words() -> None:
     body = json.loads(transcript("verbose_json"))
-    assert (body["task"], body["language"], body["duration"]) == ("transcribe", "en", 12.25)
+    assert (body["task"], body["language"], body["duration"]) == ("transcribe", "english", 12.25)
     assert body["text"] == TEXT
     first, second = body["segments"]
     assert (first["id"], first["start"], first["end"]) == (0, 0.0, 2.5)
     assert (first["tokens"], first["avg_logprob"]) == ([1, 2], -0.5)
-    assert second["no_speech_prob"] == 0.0
+    assert "avg_logprob" not in second, "nothing says how sure the model was of it"
     assert body["words"] == [{"word": "It", "start": 2.5, "end": 2.6}]
     translated = json.loads(transcript("verbose_json", route="translation"))
-    assert (translated["task"], translated["language"]) == ("translate", "en")
+    assert (translated["task"], translated["language"]) == ("translate", "english")
 
 
 def test_streamed_transcripts_say_the_same_text() -> None:

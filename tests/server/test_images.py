@@ -130,7 +130,7 @@ BAD_IMAGES = {
     "undecodable": (image_part(b"no image at all"), "invalid_image", "none of PNG"),
     "empty": (image_part(b""), "invalid_image", "empty"),
     "truncated": (image_part(png(1)[:-200]), "invalid_image", "broken or cut off"),
-    "huge": (image_part(png(1, (1, 1_000_001))), "media_too_large", "at most 1000000"),
+    "huge": (image_part(png(1, (1, 1_000_001))), "media_too_large", "at most 65536"),
     "bomb": (image_part(bomb()), "media_too_large", "64000000 pixels"),
     "address": (
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
@@ -242,7 +242,7 @@ def test_images_are_made_in_openais_shape(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"size": "512x512"}, "size", "8 by 8"),
+        ({"size": "512x512"}, "size", "size is 512x512; this model makes images of 8x8 pixels"),
         ({"size": "big"}, "size", "write width and height"),
         ({"n": 0}, "n", "it must be 1 to 10"),
         ({"n": 11}, "n", "it must be 1 to 10"),

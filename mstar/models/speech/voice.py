@@ -12,6 +12,16 @@ from mstar.errors import RequestError
 from mstar.models.onnx import Feeds, Fetched, OnnxSession
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
+OPENAI_VOICES = frozenset(
+    (
+        *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
+        *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
+    )
+)
+"""Names of OpenAI's voices, which programs written for them ask for.
+
+Where no speaker of a model has such a name, it is the model's own voice.
+"""
 
 Samples = npt.NDArray[np.float32]
 """Sound, ``[n]``, within -1 and 1."""
@@ -26,7 +36,7 @@ class Delivery:
     """
 
     voice: str | None = None
-    """Who speaks; ``None``: the model's first."""
+    """Who speaks; ``None``, an empty name and ``OPENAI_VOICES``: the model's first."""
     language: str | None = None
     """How the text is read, by espeak-ng's name; ``None``: the voice's own."""
     speed: float = 1.0
@@ -122,9 +132,11 @@ class Voice(ABC):
             RequestError: If it has no such speaker, or does not read text in the language.
         """
         name = self.session.name
-        if delivery.voice is not None and delivery.voice not in self.speakers:
+        known = delivery.voice in self.speakers or delivery.voice in OPENAI_VOICES
+        if delivery.voice and not known:
             raise RequestError(
-                f"voice is {delivery.voice!r:.40}; {name} has {', '.join(self.speakers[:20])}",
+                f"voice is {delivery.voice!r:.40}; {name} has {', '.join(self.speakers[:20])}; "
+                'leave it out, or write "", for its own',
                 param="voice",
             )
         if delivery.language not in (None, self.language) and not delivery.is_phonemes:
@@ -136,7 +148,7 @@ class Voice(ABC):
 
     def speaker(self, delivery: Delivery) -> str:
         """Return who speaks."""
-        return self.speakers[0] if delivery.voice is None else delivery.voice
+        return delivery.voice if delivery.voice in self.speakers else self.speakers[0]
 
 
 def joined(parts: Sequence[Samples]) -> Samples:

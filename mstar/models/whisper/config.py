@@ -17,6 +17,9 @@ SECONDS_PER_FRAME = 0.01
 SECONDS_PER_SLOT = 0.02
 """Also the step from one timestamp to the next."""
 
+ENGLISH = "en"
+"""The language of a model that knows one only."""
+
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _MAX_INITIAL_TIMESTAMP = 50
 
@@ -73,6 +76,11 @@ class WhisperTokens:
     def first_timestamp(self) -> int:
         """The id of 0.00 seconds; those of later times follow."""
         return self.no_timestamps + 1
+
+    @property
+    def no_speech(self) -> int:
+        """Says that nobody speaks; no config names it, all checkpoints there are have it here."""
+        return self.no_timestamps - 1
 
     def language_of(self, token: int) -> str | None:
         """Return the code of a language's id."""

@@ -47,12 +47,14 @@ from mstar.errors import RequestError
 from mstar.models.base import Description
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.whisper.config import (
+    ENGLISH,
     SECONDS_PER_FRAME,
     WhisperConfig,
     WhisperTokens,
     whisper_config,
     whisper_tokens,
 )
+from mstar.models.whisper.facts import Facts
 from mstar.models.whisper.layers import IGNORED, Decoder, Encoder, WhisperWeights
 from mstar.models.whisper.rules import Rules
 from mstar.models.whisper.windows import Stretch, WhisperOptions, cut, following, prompt_ids
@@ -126,11 +128,18 @@ class WhisperEncoder(Node):
 
 
 class WhisperDecoder(Node):
-    """Writes down what the encoder heard, or names the language."""
+    """Writes down what the encoder heard, or names the language.
 
-    def __init__(self, decoder: Decoder, rules: Rules) -> None:
+    Args:
+        decoder: Computes.
+        rules: What may be sampled.
+        facts: Where it leaves how sure it was.
+    """
+
+    def __init__(self, decoder: Decoder, rules: Rules, facts: Facts) -> None:
         self.decoder = decoder
         self._rules = rules
+        self.facts = facts
 
     def declare(self, batch: Batch) -> NodeStep:
         """Ask for attention to the stream and to its window, and a token where one is due."""
@@ -158,20 +167,33 @@ class WhisperDecoder(Node):
         ids = torch.from_numpy(batch.token_ids()).to(decoder.device)
         x = decoder.embed(ids, position.ids)
         hidden = decoder.hidden(x, plans["kv"], plans["attention"], plans[_CROSS])
+        self._note_starts(batch, hidden)
         if not batch.yielding:
             return NodeOutput(token_ids=())
         if len(batch.yielding) != len(ids):
             hidden = hidden[torch.from_numpy(batch.last_rows()).to(decoder.device)]
         logits = decoder.logits(hidden).float()
-        for row, index in zip(logits, batch.yielding, strict=True):
-            self._restrict_(row, batch.requests[index])
+        requests = [batch.requests[index] for index in batch.yielding]
+        for row, request in zip(logits, requests, strict=True):
+            self._restrict_(row, request)
         sampler: SamplerPlan = plans["sampler"]
         sampled = sampler.sample(logits)
+        self.facts.note_sampled(requests, logits, sampled.token_ids)
         return NodeOutput(
             token_ids=sampled.token_ids.tolist(),
             logprobs=sampled.logprobs,
             failures=sampled.failed,
         )
+
+    def _note_starts(self, batch: Batch, hidden: Tensor) -> None:
+        """Take note of the logits with which windows begin, where the step computes them."""
+        first = 0
+        for request, (_, _, span) in zip(batch.requests, batch.segments, strict=True):
+            place = self.facts.due(request, span)
+            if place is not None and request.cursor.local_name == _WRITE:
+                row = hidden[first + place]
+                self.facts.note_start(request, self.decoder.logits(row[None])[0].float())
+            first += span
 
     def _restrict_(self, row: Tensor, request: Request) -> None:
         if request.cursor.local_name == _DETECT:
@@ -216,6 +238,7 @@ class WhisperModel(Model):
         self.stop_token_ids = frozenset((tokens.end,))
         self.root_constants = described.root_constants
         self.specs = described.specs
+        self.facts = nodes[1].facts
         self._folder = folder
 
     @cached_property
@@ -237,6 +260,7 @@ class WhisperModel(Model):
     def next_walk(self, request: Request) -> Leg | None:
         """Return the window behind the one that is written down, or the first in its language."""
         options = options_of(request.prepared)
+        self.facts.drop(request.request_id)
         if request.cursor.local_name == _DETECT:
             language = request.tokens[-1]
             return self._leg(request, msgspec.structs.replace(options, language=language))
@@ -262,27 +286,41 @@ class WhisperModel(Model):
         if request.finish_reason is None or request.cursor.local_name == _DETECT:
             return ()
         options = options_of(request.prepared)
-        language = None
+        language = None if self.tokens.languages else ENGLISH
         if options.language is not None:
             language = self.tokens.language_of(options.language)
         stretches, _ = self._cut(request, options)
+        facts = {
+            "seek": options.start_frame,
+            "temperature": request.params.temperature,
+            **self.facts.told(request, self._text(request.generated())),
+        }
         # Without timestamps a window is one stretch, which lasts as long as there is sound.
         end = math.inf if options.timestamps else options.stop_frame * SECONDS_PER_FRAME
         return [
             Emitted(
                 name=TRANSCRIPT,
-                text=self._tokenizer.decode(
-                    [n for n in own.tokens if n < self.tokens.end], skip_special_tokens=True
-                ),
+                text=self._text(own.tokens),
                 info={
-                    "start": own.start,
-                    "end": min(own.end, end),
+                    # Frames are hundredths of a second, which sums of floats miss by a hair.
+                    "start": round(own.start, 2),
+                    "end": round(min(own.end, end), 2),
                     "tokens": own.tokens,
                     "language": language,
+                    **facts,
                 },
             )
             for own in stretches
         ]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request's window."""
+        self.facts.drop(request_id)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return what ids say, timestamps left out."""
+        own = [token for token in ids if token < self.tokens.end]
+        return self._tokenizer.decode(own, skip_special_tokens=True)
 
     def _cut(self, request: Request, options: WhisperOptions) -> tuple[list[Stretch], int]:
         return cut(request.generated(), options, self.tokens, self.config.num_frames)
@@ -348,7 +386,7 @@ def load(
     rules = Rules(tokens, config.vocab_size, device)
     return WhisperModel(
         name,
-        (WhisperEncoder(encoder, config), WhisperDecoder(decoder, rules)),
+        (WhisperEncoder(encoder, config), WhisperDecoder(decoder, rules, Facts(tokens))),
         config,
         tokens,
         folder=checkpoint.path,

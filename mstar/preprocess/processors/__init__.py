@@ -34,13 +34,19 @@ def load_processor(path: Path, tokenizer: TextTokenizer) -> Any | None:
         WeightsError: If the config or the processor's own is broken.
     """
     config = _config_of(path)
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        return None
-    module = PROCESSORS.get(architectures[0])
+    module = _module_of(config)
     return (
         None if module is None else importlib.import_module(module).build(path, config, tokenizer)
     )
+
+
+def takes_text_only(path: Path) -> bool:
+    """Tell whether a checkpoint has no processor.
+
+    Raises:
+        WeightsError: If the config is broken.
+    """
+    return _module_of(_config_of(path)) is None
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
@@ -53,6 +59,13 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if voice_architecture(path) is not None:
         return TextTokenizer.empty()
     return TextTokenizer.load(path)
+
+
+def _module_of(config: dict[str, Any]) -> str | None:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        return None
+    return PROCESSORS.get(architectures[0])
 
 
 def _config_of(path: Path) -> dict[str, Any]:

@@ -24,8 +24,10 @@ AUDIO, IMAGE, TRANSCRIPT = "audio", "image", "transcript"
   what is said in it, where it is known.
 - image: ``array`` uint8 ``[height, width, 3]``.
 - transcript: one stretch of speech: its ``text``, ``info["start"]`` and ``info["end"]`` in seconds
-  from the recording's beginning, ``info["language"]``; where known ``tokens``, ``avg_logprob``,
-  ``no_speech_prob``, ``compression_ratio`` and ``words`` (each ``word``, ``start``, ``end``).
+  from the recording's beginning, ``info["language"]`` its code; where known ``tokens``, ``words``
+  (each ``word``, ``start``, ``end``), and of the window that it was heard in: ``seek``, its first
+  hundredth of a second, ``temperature``, ``avg_logprob``, ``compression_ratio`` and
+  ``no_speech_prob``.
 """
 
 
@@ -83,7 +85,7 @@ class TranscriptionTask:
     """How speech is to be written down."""
 
     language: str | None = None
-    """Code of two or three letters; ``None``: as heard."""
+    """Code of two or three letters, or English name; ``None``: as heard."""
     prompt: str = ""
     """What was said before; sets spelling and style."""
     translate: bool = False

@@ -130,9 +130,10 @@ class JanusProcessor:
             RequestError: If the model does not make this size, or has no such guidance.
         """
         side = self._made.image_size
-        if task.size not in (None, (side, side)):
+        if task.size is not None and task.size != (side, side):
             raise RequestError(
-                f"size is {task.size}; this model makes images of {side} by {side} pixels",
+                f"size is {'x'.join(map(str, task.size))}; this model makes images of "
+                f"{side}x{side} pixels: ask for that, or leave it out",
                 param="size",
             )
         guidance = self._generation.guidance if task.guidance is None else task.guidance

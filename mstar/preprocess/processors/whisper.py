@@ -9,16 +9,16 @@ import numpy as np
 from mstar.engine.request import ContextItem
 from mstar.engine.resources.kv.keys import fingerprint
 from mstar.errors import RequestError
-from mstar.models.whisper.config import WhisperConfig, WhisperTokens, read_whisper
+from mstar.models.whisper.config import ENGLISH, WhisperConfig, WhisperTokens, read_whisper
 from mstar.models.whisper.windows import WhisperOptions, prompt_ids
 from mstar.preprocess.items import array_of, item_digest
+from mstar.preprocess.languages import language_code
 from mstar.preprocess.media.types import AudioMedia, Samples
 from mstar.preprocess.mel import HOP, RATE, log_mel
 from mstar.preprocess.processors.base import Draft, Task, TranscriptionTask
 from mstar.preprocess.tokenizer import TextTokenizer
 
 _KIND = "audio"
-_ENGLISH = "en"
 
 
 class WhisperProcessor:
@@ -78,7 +78,7 @@ class WhisperProcessor:
 
     def _options(self, samples: Samples, task: TranscriptionTask) -> WhisperOptions:
         num_frames = -(-len(samples) // HOP)
-        code = task.language.lower() if task.language is not None else None
+        code = language_code(task.language) if task.language is not None else None
         return WhisperOptions(
             recording=item_digest(
                 samples,
@@ -103,8 +103,8 @@ class WhisperProcessor:
                 param="timestamp_granularities",
             )
         languages = self._tokens.languages
-        known = sorted(languages) or [_ENGLISH]
-        if task.language is not None and task.language.lower() not in known:
+        known = sorted(languages) or [ENGLISH]
+        if task.language is not None and language_code(task.language) not in known:
             raise RequestError(
                 f"language is {task.language!r:.40}, which this model does not know; it knows "
                 f"{', '.join(known)}",

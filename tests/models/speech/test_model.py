@@ -14,7 +14,7 @@ from mstar.errors import RequestError
 from mstar.models import load_model
 from mstar.models.onnx import OnnxSession
 from mstar.models.speech.model import MAX_CHARS, SpeechModel
-from mstar.models.speech.voice import Delivery, Samples, Voice
+from mstar.models.speech.voice import OPENAI_VOICES, Delivery, Samples, Voice
 from tests.models.onnx_graphs import scaled
 from tests.models.speaking import piper_path
 from tests.oracles.whisper import transcribe, words
@@ -202,3 +202,21 @@ def test_the_packaged_voice_is_a_model_that_is_understood() -> None:
     assert len(pieces) == 2
     samples = np.concatenate([_sound(piece) for piece in pieces])
     assert words(transcribe(samples, pieces[0].info["rate"])) == words(text)
+
+
+def test_names_of_openais_voices_and_none_are_the_models_own() -> None:
+    voice = _Letters()
+    own = voice.speak("ab")
+    for name in (None, "", *OPENAI_VOICES):
+        assert np.array_equal(voice.speak("ab", Delivery(voice=name)), own)
+    with pytest.raises(RequestError, match=r"'carl'; letters has ann, bob; .* \"\""):
+        voice.speak("ab", Delivery(voice="carl"))
+
+
+def test_a_speaker_that_is_called_as_one_of_openais_voices_speaks() -> None:
+    class Named(_Letters):
+        speakers = ("ann", "echo")
+
+    assert np.array_equal(
+        Named().speak("ab", Delivery(voice="echo")), _Letters().speak("ab", Delivery(voice="bob"))
+    )

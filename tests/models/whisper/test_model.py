@@ -116,13 +116,18 @@ def base() -> Ear:
 
 def stretches_of(expected: Any) -> list[tuple[float, float, list[int]]]:
     return [
-        (float(own["start"]), float(own["end"]), own["tokens"].tolist())
+        (round(float(own["start"]), 2), round(float(own["end"]), 2), own["tokens"].tolist())
         for own in expected["segments"][0]
     ]
 
 
 def timed(heard: Heard) -> list[tuple[float, float, list[int]]]:
     return [(own.info["start"], own.info["end"], own.info["tokens"]) for own in heard.stretches]
+
+
+def told(heard: Heard) -> tuple[list[int], str, list[tuple[float, float, list[int]]]]:
+    """Return all that is exact: sums of floats depend on what else is in a batch."""
+    return heard.tokens, text_of(heard), timed(heard)
 
 
 def text_of(heard: Heard) -> str:
@@ -143,7 +148,8 @@ def logits_of(ear: Ear, prepared: PreparedRequest) -> tuple[list[int], torch.Ten
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder.decoder, "logits", logits)
         (heard,) = ear.run(prepared)
-    return [*prepared.token_ids, *heard.tokens], torch.cat(found)
+    # The first ones are those behind the start of the transcript, which nothing is sampled from.
+    return [*prepared.token_ids, *heard.tokens], torch.cat(found[1:])
 
 
 @pytest.mark.slow
@@ -180,6 +186,7 @@ def test_a_short_recording_is_written_down_as_transformers_does(tiny: Ear) -> No
     assert text_of(heard) == (
         "Ever tried, ever failed. No matter, try again. Fail again. Fail better."
     )
+    assert heard.stretches[0].info["language"] == "en"
     assert heard.stretches[0].info["end"] == pytest.approx(len(samples) / RATE, abs=0.01)
     (expected,) = stretches_of(tiny.expect(samples, return_timestamps=False))
     assert heard.tokens[:-1] == expected[2]
@@ -263,7 +270,7 @@ def test_several_at_once_are_written_down_as_one_by_one(tiny: Ear) -> None:
     together = tiny.run(
         *(tiny.prepare(part, str(at), **task) for at, (part, task) in enumerate(pairs))
     )
-    assert together == alone
+    assert list(map(told, together)) == list(map(told, alone))
 
 
 @pytest.mark.slow
@@ -276,7 +283,7 @@ def test_the_same_recording_is_encoded_once(tiny: Ear) -> None:
     again = tiny.run(tiny.prepare(samples, "c", prompt="He said:"), tiny.prepare(samples, "d"))
     assert tiny.num_encoded == before + 1
     assert tiny.engine.stats().num_encoder_hits == hits + 3
-    assert first[0] == first[1] == again[1]
+    assert told(first[0]) == told(first[1]) == told(again[1])
     # Another tenant shares nothing, and neither does a request without a root.
     tiny.run(tiny.prepare(samples, "e", root=b"s" * 32))
     assert tiny.num_encoded == before + 2

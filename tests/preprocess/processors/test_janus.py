@@ -121,7 +121,9 @@ def test_item_is_named_by_its_pixels_and_what_is_made_of_them(
 
 
 def test_what_the_model_cannot_do_is_refused(processor: JanusProcessor) -> None:
-    with pytest.raises(RequestError, match="8 by 8 pixels") as caught:
+    with pytest.raises(
+        RequestError, match="size is 16x8; this model makes images of 8x8 pixels"
+    ) as caught:
         processor.picture("a dog", ImageTask(size=(16, 8)))
     assert caught.value.param == "size"
     assert processor.picture("a dog", ImageTask(size=(MADE, MADE)))

@@ -92,6 +92,7 @@ def test_prompts_name_task_and_language(
     segments = frozenset({"segment"})
     timed = draft_of(several, language="en", translate=True, timestamps=segments)
     assert ids_of(timed) == [50258, 50259, 50358]
+    assert ids_of(draft_of(several, language="German")) == ids_of(draft_of(several, language="de"))
     said = draft_of(several, language="en", prompt=" Hello. ")
     assert ids_of(said) == [50361, 2425, 13, 50258, 50259, 50359, 50363]
 
