@@ -21,6 +21,10 @@ from tests.laws.families import FAMILIES, SLOW, Family, extended, family_of
 from tests.laws.harness import prompt
 from tests.laws.watching import PAGE_SIZE, Answer, Ask, Desk, assert_nothing_is_held, assert_same
 
+# Real weights take a second for every recording: they are held to the laws that their legs and
+# edges could break, and their parts, tiny, to all of them.
+_LIGHT = tuple(name for name in FAMILIES if name not in SLOW)
+light = pytest.mark.parametrize("name", _LIGHT)
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAMILIES]
 
 
@@ -142,6 +146,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
+@light
 def test_numbers_of_the_deployment_change_nothing(name: str, family: Family, numbers: str) -> None:
     desk = desk_of(family, **NUMBERS[numbers])
     for number, ask in enumerate(family.asks):
@@ -149,6 +154,7 @@ def test_numbers_of_the_deployment_change_nothing(name: str, family: Family, num
     assert_all_same(name, desk)
 
 
+@light
 def test_room_for_one_item_at_a_time_changes_nothing(name: str, family: Family) -> None:
     if not family.has_items:
         pytest.skip("it has no items")
@@ -161,6 +167,7 @@ def test_room_for_one_item_at_a_time_changes_nothing(name: str, family: Family) 
     assert_all_same(name, desk)
 
 
+@light
 def test_reuse_among_all_requests_changes_nothing(name: str, family: Family) -> None:
     """Each finds what the others left, twice over; a reset makes all as it was."""
     desk = desk_of(family)
@@ -189,6 +196,7 @@ def test_preemption_changes_nothing(name: str, family: Family, reuse: bool) -> N
     assert num_preemptions > 0
 
 
+@light
 def test_resets_in_mid_flight_change_nothing(name: str, family: Family) -> None:
     desk = desk_of(family)
     for number, ask in enumerate([*family.asks, *family.asks]):
@@ -243,6 +251,7 @@ def test_an_abort_at_any_step_leaves_nothing_behind(name: str, family: Family) -
 
 
 @pytest.mark.parametrize("seed", range(2))
+@light
 def test_traffic_of_all_kinds_over_a_small_pool_changes_nothing(
     name: str, family: Family, seed: int
 ) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from mstar.errors import RequestError
 
@@ -33,12 +31,6 @@ class Grid(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def advance(self) -> int:
         """How far it moves the position counter: behind the farthest place on any axis."""
         return max(*self.times, self.rows - 1, self.columns - 1) + 1
-
-    def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return ``[3, stop - start]``: time, row and column of slots ``start`` to ``stop``."""
-        frame, place = np.divmod(np.arange(start, stop), self.rows * self.columns)
-        row, column = np.divmod(place, self.columns)
-        return np.stack((np.array(self.times, np.int64)[frame], row, column))
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):

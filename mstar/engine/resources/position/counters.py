@@ -95,6 +95,13 @@ class SpanCounters:
                 own[:] = first + step * np.arange(end - done)
             else:
                 begin = self._starts[run - 1]
-                own[:] = first + grid.places(done - begin, end - begin)
+                own[:] = first + grid_places(grid, done - begin, end - begin)
             done = end
         return ids if self._axes > 1 else ids[0]
+
+
+def grid_places(grid: Grid, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """Return ``[3, stop - start]``: time, row and column of slots ``start`` to ``stop``."""
+    frame, place = np.divmod(np.arange(start, stop), grid.rows * grid.columns)
+    row, column = np.divmod(place, grid.columns)
+    return np.stack((np.array(grid.times, np.int64)[frame], row, column))

@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from mstar.engine.resources.base import Deployment, Opening
 from mstar.engine.resources.position.config import PositionConfig, PositionStep, PosScheme
-from mstar.engine.resources.position.counters import SpanCounters
+from mstar.engine.resources.position.counters import SpanCounters, grid_places
 from mstar.engine.resources.position.manager import PositionManager
 from mstar.engine.resources.spans import Grid, Span
 from mstar.engine.resources.step import Segment
@@ -532,7 +532,7 @@ def test_blocks_have_grids_too() -> None:
 
 def test_runs_of_equal_places_are_groups_of_frames() -> None:
     """Each frame's slots share a time, each row's slots a row."""
-    places = Grid((0, 3), 2, 3).places(0, 12)
+    places = grid_places(Grid((0, 3), 2, 3), 0, 12)
     assert [(time, len(list(group))) for time, group in groupby(places[0].tolist())] == [
         (0, 6),
         (3, 6),
