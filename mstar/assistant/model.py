@@ -21,7 +21,6 @@ from mstar.engine.output import Emitted
 from mstar.engine.request import Component, PreparedRequest, Request
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spec import NodeResourceSpec
-from mstar.errors import ContextLengthError
 from mstar.models.composite import Part, Scope
 from mstar.models.speech.model import SPEAKER, SpeechModel
 from mstar.models.whisper.model import TRANSCRIPT, WhisperModel
@@ -169,24 +168,13 @@ class VoiceAssistant(Model):
             return Leg(prepared, _LISTEN(self.listener.first_walk(prepared).name))
         prepared = msgspec.structs.replace(
             request.prepared,
-            token_ids=self._chat_ids(talk),
+            token_ids=chat_ids(self._tokenizer, talk.options, talk.heard),
             page_keys=[],
             spans=[],
             inputs=[],
             context=[],
         )
         return Leg(prepared, _walk_of(talk.options))
-
-    def _chat_ids(self, talk: _Talk) -> list[int]:
-        """Return the chat as the language model reads it, transcripts where recordings were."""
-        ids = chat_ids(self._tokenizer, talk.options, talk.heard)
-        if len(ids) >= self.max_model_len:
-            raise ContextLengthError(
-                f"the chat has {len(ids)} tokens with what the recordings say; the context holds "
-                f"{self.max_model_len}, with at least one for the answer: shorten it",
-                param="messages",
-            )
-        return ids
 
     def component_of(self, walk: str) -> Component:
         """Return the listener, the language model or the speaker."""

@@ -262,8 +262,9 @@ class Request:
         """Record one generated token and return why it ends the request, if it does."""
         tokens = self.tokens
         tokens.append(token)
-        for companion in self.companions.values():
-            companion.append(token)
+        if self.companions:
+            for companion in self.companions.values():
+                companion.append(token)
         if token in self.stop_token_ids and len(tokens) > self.min_len:
             return "stop"
         return "length" if len(tokens) >= self.max_len else None
