@@ -2,8 +2,10 @@
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -82,6 +84,8 @@ class OnnxSession:
         source: The file, or its bytes where they were changed after reading.
         threads: Threads of one run; ``None``: as many as torch takes.
         name: Of the graph, for messages; ``None``: the file's.
+        side_by_side: Where several runs are asked for, have two at a time, each with half of the
+            threads, which takes less time than one after the other; holds the graph twice.
 
     Raises:
         UnsupportedError: If ONNX Runtime is not installed, or the graph has an input or output
@@ -90,12 +94,30 @@ class OnnxSession:
     """
 
     def __init__(
-        self, source: Path | bytes, *, threads: int | None = None, name: str | None = None
+        self,
+        source: Path | bytes,
+        *,
+        threads: int | None = None,
+        name: str | None = None,
+        side_by_side: bool = False,
     ) -> None:
         self.name = name or (str(source) if isinstance(source, Path) else "ONNX graph")
+        threads = _torch_threads() if threads is None else threads
+        self.num_at_once = 2 if side_by_side and threads > 1 else 1
+        """Runs that may go on at the same time."""
+        self._session = self._load(source, threads)
+        self._shared: Any = None
+        if self.num_at_once > 1:
+            # Each run computes on the thread that asks for it, too.
+            self._shared = self._load(source, threads - 1)
+            self._lanes = ThreadPoolExecutor(self.num_at_once, thread_name_prefix=self.name)
+        self.inputs = tuple(map(self._port, self._session.get_inputs()))
+        self.outputs = tuple(map(self._port, self._session.get_outputs()))
+
+    def _load(self, source: Path | bytes, threads: int) -> Any:
         runtime = require("onnxruntime", "running an ONNX file")
         options = runtime.SessionOptions()
-        options.intra_op_num_threads = _torch_threads() if threads is None else threads
+        options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         # Threads that wait between operators would take the cores from the other components.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -104,7 +126,7 @@ class OnnxSession:
         if isinstance(source, Path) and not source.is_file():
             raise WeightsError(f"{source}: there is no such file")
         try:
-            self._session = runtime.InferenceSession(
+            return runtime.InferenceSession(
                 source if isinstance(source, bytes) else str(source),
                 options,
                 providers=["CPUExecutionProvider"],
@@ -112,8 +134,6 @@ class OnnxSession:
         # ONNX Runtime's own exceptions have no other base.
         except Exception as error:
             raise WeightsError(f"{self.name}: no usable ONNX graph: {error!s:.300}") from error
-        self.inputs = tuple(map(self._port, self._session.get_inputs()))
-        self.outputs = tuple(map(self._port, self._session.get_outputs()))
 
     def _port(self, found: Any) -> Port:
         if found.type not in _DTYPES:
@@ -135,6 +155,9 @@ class OnnxSession:
         Raises:
             RuntimeError: If the run fails inside ONNX Runtime; says why.
         """
+        return self._run(self._session, feeds)
+
+    def _run(self, session: Any, feeds: Feeds) -> Fetched:
         names = {port.name for port in self.inputs}
         assert names == set(feeds), f"{self.name} takes {sorted(names)}, not {sorted(feeds)}"
         for port in self.inputs:
@@ -144,7 +167,7 @@ class OnnxSession:
                 f"not {given.dtype} of shape {given.shape}"
             )
         try:
-            found = self._session.run(None, dict(feeds))
+            found = session.run(None, dict(feeds))
         except Exception as error:
             raise RuntimeError(f"{self.name} failed: {error!s:.300}") from error
         return {port.name: array for port, array in zip(self.outputs, found, strict=True)}
@@ -166,25 +189,16 @@ class OnnxSession:
         groups: defaultdict[object, list[int]] = defaultdict(list)
         for place, feeds in enumerate(many):
             groups[_likeness(feeds, stacked) if stacked else place].append(place)
+        joined = [_joined([many[place] for place in places], stacked) for places in groups.values()]
         found: dict[int, Fetched] = {}
-        for places in groups.values():
-            fetched = self._run_alike([many[place] for place in places], stacked)
-            found |= zip(places, fetched, strict=True)
+        for places, fetched in zip(groups.values(), self._run_each(joined), strict=True):
+            found |= zip(places, _cut(fetched, len(places)), strict=True)
         return [found[place] for place in range(len(many))]
 
-    def _run_alike(self, alike: list[Feeds], stacked: frozenset[str]) -> list[Fetched]:
-        if len(alike) == 1:
-            return [self.run(alike[0])]
-        found = self.run(
-            {
-                name: np.concatenate([feeds[name] for feeds in alike]) if name in stacked else one
-                for name, one in alike[0].items()
-            }
-        )
-        return [
-            {name: array[place : place + 1] for name, array in found.items()}
-            for place in range(len(alike))
-        ]
+    def _run_each(self, runs: list[Feeds]) -> Iterable[Fetched]:
+        if self._shared is None or len(runs) == 1:
+            return map(self.run, runs)
+        return self._lanes.map(partial(self._run, self._shared), runs)
 
 
 class OnnxNode(Node):
@@ -221,6 +235,26 @@ class OnnxNode(Node):
             for place, (visit, own) in enumerate(zip(visits, feeds, strict=True))
         }
         return NodeOutput(token_ids=(), emitted=emitted)
+
+
+def _joined(alike: list[Feeds], stacked: frozenset[str]) -> Feeds:
+    """Return the inputs of one run for several."""
+    if len(alike) == 1:
+        return alike[0]
+    return {
+        name: np.concatenate([feeds[name] for feeds in alike]) if name in stacked else one
+        for name, one in alike[0].items()
+    }
+
+
+def _cut(fetched: Fetched, count: int) -> list[Fetched]:
+    """Return what each of the inputs that shared a run got."""
+    if count == 1:
+        return [fetched]
+    return [
+        {name: array[place : place + 1] for name, array in fetched.items()}
+        for place in range(count)
+    ]
 
 
 def _likeness(feeds: Feeds, stacked: frozenset[str]) -> object:

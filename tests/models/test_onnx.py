@@ -53,13 +53,16 @@ def test_inputs_of_another_name_dtype_or_shape_are_refused_with_both(session: On
             session.run(wrong)
 
 
-def test_a_run_that_fails_says_which_graph_and_why() -> None:
-    reshape = model(
+def _reshape() -> bytes:
+    return model(
         [node("Reshape", ["x", "shape"], ["y"])],
         [tensor("x", 1, ["n"]), tensor("shape", INT64, ["r"])],
         [tensor("y", 1, ["m"])],
     )
-    session = OnnxSession(reshape, threads=1, name="reshape")
+
+
+def test_a_run_that_fails_says_which_graph_and_why() -> None:
+    session = OnnxSession(_reshape(), threads=1, name="reshape")
     with pytest.raises(RuntimeError, match="reshape failed: "):
         session.run({"x": np.zeros(3, np.float32), "shape": np.array([7])})
 
@@ -101,6 +104,28 @@ def test_equal_shapes_share_a_run_and_every_result_is_as_if_alone(
     session.run_all(many, frozenset())
     assert len(shapes) == 4
     assert session.run_all([], frozenset()) == []
+
+
+def test_runs_side_by_side_give_what_each_gives_alone_in_order() -> None:
+    session = OnnxSession(scaled(), threads=3, side_by_side=True)
+    assert session.num_at_once == 2
+    many = [_feeds(list(range(n)), n) for n in range(1, 40)]
+    found = session.run_all(many, frozenset())
+    for feeds, fetched in zip(many, found, strict=True):
+        assert np.array_equal(fetched["y"], session.run(feeds)["y"])
+
+
+def test_one_thread_has_nothing_to_share() -> None:
+    assert OnnxSession(scaled(), threads=1, side_by_side=True).num_at_once == 1
+
+
+def test_a_run_that_fails_beside_another_says_why() -> None:
+    session = OnnxSession(_reshape(), threads=2, name="reshape", side_by_side=True)
+    good = {"x": np.zeros(3, np.float32), "shape": np.array([3])}
+    bad = {"x": np.zeros(3, np.float32), "shape": np.array([7])}
+    with pytest.raises(RuntimeError, match="reshape failed: "):
+        session.run_all([good, bad], frozenset())
+    assert len(session.run_all([good, good], frozenset())) == 2
 
 
 class _Doubler(OnnxNode):

@@ -42,7 +42,7 @@ class KokoroVoice(Voice):
         graph, vocabulary, styles = (folder / name for name in KOKORO_FILES)
         self._ids = _read_vocabulary(vocabulary)
         self._styles = _read_styles(styles)
-        self.session = OnnxSession(graph, threads=threads, name="kokoro")
+        self.session = OnnxSession(graph, threads=threads, name="kokoro", side_by_side=True)
         wanted = {"tokens", "style", "speed"}
         found = {port.name for port in self.session.inputs}
         if found != wanted:

@@ -43,16 +43,16 @@ _GRAPH = Graph(
 class SpeakerNode(OnnxNode):
     """Speaks each chunk of text; a request's option ``speech`` says how (see :class:`Delivery`).
 
-    One text a visit: texts differ in length, and who listens waits for the first.
+    Texts differ in length, so that each takes a run of its own: a batch is what can run side by
+    side, since who listens waits for the first of it.
 
     Args:
         voice: Who speaks.
     """
 
-    max_batch = 1
-
     def __init__(self, voice: Voice) -> None:
         super().__init__(voice.session)
+        self.max_batch = voice.session.num_at_once
         self.voice = voice
 
     def delivery(self, options: Mapping[str, Any]) -> Delivery:

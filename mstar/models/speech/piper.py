@@ -116,7 +116,7 @@ class PiperVoice(Voice):
             raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
         except WeightsError as error:
             raise WeightsError(f"{path}: {error}") from error
-        self.session = OnnxSession(content, threads=threads, name=path.stem)
+        self.session = OnnxSession(content, threads=threads, name=path.stem, side_by_side=True)
         wanted = {"input", "input_lengths", "scales"}
         missing = wanted - {port.name for port in self.session.inputs}
         if missing:
