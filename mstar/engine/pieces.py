@@ -78,8 +78,9 @@ class _Breaking(AttentionPlan):
         return graph
 
     def run(self, layer: int, query: Tensor) -> Tensor:
-        self.graph.capture_end()
+        # A copy, where one is needed, belongs to the graph that ends here.
         query = query.contiguous()
+        self.graph.capture_end()
         if self._attended is None or self._attended.shape != query.shape:
             self._attended = torch.zeros_like(query)
         attended = self._attended
