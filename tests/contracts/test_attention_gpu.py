@@ -9,7 +9,7 @@ import torch
 
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
-from mstar.engine.resources.attention.flashinfer import Backend, FlashInferPlan
+from mstar.engine.resources.attention.flashinfer import Backend, FlashInferPlan, _groups
 from mstar.engine.resources.attention.manager import pick_backend
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
 from mstar.errors import UnsupportedError
@@ -69,6 +69,34 @@ def test_backend_on_a_device_gives_what_the_formula_gives(
     check(name, step, (True, False, False) * 3)
     ones = tuple((1, kv_len) for kv_len in (1, 5, 16, 17, 500, 64, 3, 128))
     check(name, Step(ones, shape, dtype, seed=1, rules=rules), (True,) * len(ones))
+
+
+LONG = ((1100, 1100), (1, 40), (1030, 1337), (1025, 1040))
+
+
+@pytest.mark.gpu
+@needs_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_long_prompts_whose_keys_are_copied_give_what_the_formula_gives(
+    dtype: torch.dtype, is_causal: bool
+) -> None:
+    head_dim = 128 if dtype == torch.bfloat16 else 64
+    step = Step(LONG, (4, 2, head_dim, 64), dtype, seed=5, rules=PLAIN)
+    check("flashinfer", step, (is_causal,) * len(LONG))
+
+
+def test_slots_of_a_group_are_those_of_its_pages_in_order() -> None:
+    step = Step(LONG, (2, 1, 8, 16), torch.float32, seed=6, rules=PLAIN)
+    plan = step.plan
+    (group,) = (g for g in _groups(plan, (True,) * len(LONG)) if g.kind == "causal")
+    expected = [
+        int(plan.page_table[segment, at // 16]) * 16 + at % 16
+        for segment in (0, 2, 3)
+        for at in range(LONG[segment][1])
+    ]
+    assert group.pages.slots(16).tolist() == expected
+    assert group.pages.kv_lens(16).tolist() == [1100, 1337, 1040]
 
 
 def filled_up(plan: KVPlan, size: int) -> KVPlan:

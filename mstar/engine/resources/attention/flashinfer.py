@@ -25,6 +25,11 @@ _TILE_ROWS = 128
 """Queries, those of the heads that share a key head together, that a program takes."""
 _TENSOR_CORE_GROUP = 4
 """Query heads a key head from which decoding on matrix units is faster."""
+_HOPPER = (9, 0)
+_GATHER_FROM = 1024
+"""Queries a segment from which its slots are worth copying to where they stand in a row."""
+_GATHER_UP_TO = 1 << 16
+"""Slots of all segments that are copied at most: they take memory that nobody set aside."""
 
 _Int32 = npt.NDArray[np.int32]
 
@@ -65,13 +70,25 @@ class _Pages:
         a, b, c = map(torch.from_numpy, (self.indptr, self.indices, self.last_page_len))
         return a, b, c
 
+    def kv_lens(self, page_size: int) -> _Int32:
+        """Return the slots in use of each segment."""
+        return (np.diff(self.indptr) - 1) * page_size + self.last_page_len
+
+    def slots(self, page_size: int) -> _Int32:
+        """Return all slots in use, segment after segment, counted from the cache's first."""
+        used = np.full(len(self.indices), page_size, np.int32)
+        used[self.indptr[1:] - 1] = self.last_page_len
+        place = np.arange(page_size, dtype=np.int32)
+        slots: _Int32 = (self.indices[:, None] * page_size + place)[place < used[:, None]]
+        return slots
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Segments of one step that one kernel takes together."""
 
     kind: str
-    """``decode``: one causal token each; ``causal``: more than one; ``full``: not causal."""
+    """``decode``: one token each; ``causal``: more than one; ``full``: as many, not causal."""
     rows: slice | Tensor
     """Their new tokens among all ``T``."""
     qo_indptr: Tensor
@@ -85,9 +102,10 @@ def _groups(kv_plan: KVPlan, is_causal: Sequence[bool]) -> list[_Group]:
     qo_lens = kv_plan.qo_lens
     causal = np.asarray(is_causal, bool)
     members = {
-        "decode": (qo_lens == 1) & causal,
+        # A single token stands at the last slot, behind which there is nothing to see.
+        "decode": qo_lens == 1,
         "causal": (qo_lens > 1) & causal,
-        "full": (qo_lens > 0) & ~causal,
+        "full": (qo_lens > 1) & ~causal,
     }
     return [
         _group(kind, kv_plan, np.flatnonzero(own)) for kind, own in members.items() if own.any()
@@ -165,6 +183,27 @@ class FlashInferPlan(AttentionPlan):
         return SdpaPlan(self._backend.config, part, (False,) * len(kv_lens))
 
 
+class _Gathered:
+    """Runs a group over a copy of its keys and values in which each segment's stand in a row.
+
+    Hopper's kernel fetches such by whole tiles, a fifth faster than slot by slot out of pages.
+
+    Args:
+        wrapper: Of the library, for keys and values that are not paged.
+        slots: int32, on the device: the group's slots in the cache, segment after segment.
+    """
+
+    def __init__(self, wrapper: Any, slots: Tensor) -> None:
+        self._wrapper = wrapper
+        self._slots = slots
+
+    def run(self, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
+        """Attend; ``cache`` are one layer's pages of keys and of values."""
+        keys, values = (pages.flatten(0, 1).index_select(0, self._slots) for pages in cache)
+        found: Tensor = self._wrapper.run(query, keys, values, out=out)
+        return found
+
+
 class FixedDecodePlan(AttentionPlan):
     """Steps of one token in each of a fixed number of segments, one after another.
 
@@ -232,6 +271,7 @@ class Backend(AttentionBackend):
         assert self._library is not None, "a backend that refuses was built"
         properties = torch.cuda.get_device_properties(layout.device)
         self._num_processors: int = properties.multi_processor_count
+        self._is_hopper = (properties.major, properties.minor) == _HOPPER
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=layout.device)
         self._wrappers: dict[tuple[str, str, LayerAttention], Any] = {}
         self._fixed: dict[int, FixedDecodePlan] = {}
@@ -306,12 +346,14 @@ class Backend(AttentionBackend):
                 sm_scale=config.scale,
             )
             return wrapper
+        is_causal = group.kind == "causal"
+        if library_backend == "auto" and self._gathers(group):
+            return self._gathered(group, is_causal)
         if wrapper is None:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "NHD", backend=library_backend
             )
             self._wrappers[key] = wrapper
-        is_causal = group.kind == "causal"
         wrapper.plan(
             group.qo_indptr,
             *group.pages.tensors(),
@@ -327,6 +369,40 @@ class Backend(AttentionBackend):
             kv_data_type=layout.dtype,
         )
         return wrapper
+
+    def _gathers(self, group: _Group) -> bool:
+        """Tell whether a group of the plainest rule is faster over keys that stand in a row."""
+        num_queries, num_segments = int(group.qo_indptr[-1]), len(group.segments)
+        return (
+            self._is_hopper
+            and num_queries >= _GATHER_FROM * num_segments
+            and int(group.pages.kv_lens(self.layout.page_size).sum()) <= _GATHER_UP_TO
+        )
+
+    def _gathered(self, group: _Group, is_causal: bool) -> _Gathered:
+        layout, config = self.layout, self.config
+        key = (group.kind, "gathered", LayerAttention())
+        wrapper = self._wrappers.get(key)
+        if wrapper is None:
+            wrapper = self._library.BatchPrefillWithRaggedKVCacheWrapper(
+                self._workspace, "NHD", backend="fa3"
+            )
+            self._wrappers[key] = wrapper
+        kv_indptr = np.zeros(len(group.segments) + 1, np.int32)
+        group.pages.kv_lens(layout.page_size).cumsum(out=kv_indptr[1:])
+        wrapper.plan(
+            group.qo_indptr,
+            torch.from_numpy(kv_indptr),
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            causal=is_causal,
+            sm_scale=config.scale,
+            q_data_type=layout.dtype,
+            kv_data_type=layout.dtype,
+        )
+        slots = torch.from_numpy(group.pages.slots(layout.page_size)).to(layout.device)
+        return _Gathered(wrapper, slots)
 
     def _prefill_backend(self, group: _Group, rules: LayerAttention) -> str:
         """Return which of the library's kernels takes a group.
