@@ -10,6 +10,7 @@ from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.position.rope import Rotation
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
+from mstar.models.linear import Linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +47,25 @@ def test_norm_adds_and_normalises_what_was_stored(
     assert_rounded(out, wide * scale * weight.double())
     assert torch.equal(norm(total), out)
     assert torch.equal(x, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (300, 576), (5, 7), (1, 1500)])
+def test_one_row_times_a_weight_is_the_formula(
+    shape: tuple[int, int], has_bias: bool, dtype: torch.dtype
+) -> None:
+    # The sum spreads over a few units, and float32 adds it up in another order.
+    weight = (randn(*shape, dtype=torch.float32) * shape[1] ** -0.5).to(dtype)
+    bias = randn(shape[0], dtype=dtype, seed=1) if has_bias else None
+    x = randn(1, shape[1], dtype=dtype, seed=2)
+    expected = x.double() @ weight.double().t()
+    if bias is not None:
+        # The product is stored before the bias is added to it.
+        expected = expected.to(dtype).double() + bias.double()
+    out = Linear(weight, bias)(x)
+    step = 2 * ROUNDING[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=step, atol=step)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
