@@ -7,6 +7,7 @@ token.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -55,6 +56,8 @@ WAIT_US = 20
 """A pause of the device that is longer than any inside a recorded step, in microseconds."""
 KV_BYTES = 2 * 32 * 8 * 128 * 2
 """Of one token."""
+TIER_PROMPTS = 4
+"""How many prompts host memory holds where pages come back from it."""
 
 
 def device_ms(launch: Callable[[], object], repeats: int = 20) -> float:
@@ -192,25 +195,59 @@ class Bench:
 
         The keys are made outside of what is timed, as a server's preprocessing makes them.
         """
-        root, page_size = self.core.root, self.core.deployment.page_size
-        assert root is not None, "reuse is off"
         shared = self.draw(num_shared)
-        times = []
-        for _ in range(repeats):
-            ids = shared + self.draw(num_own)
-            pages = [ids[i : i + page_size] for i in range(0, len(ids), page_size)]
-            keys = chain(pages, None, root)
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            self._queue(ids, 1, root, keys)
-            self.drain()
-            times.append((time.perf_counter() - started) * 1e3)
+        times = [self._first_token(shared + self.draw(num_own)) for _ in range(repeats)]
         cold, warm = times[0], statistics.median(times[2:])
         what = f"first token behind {num_shared} shared tokens"
         return [
             {"what": f"{what}, cold", "ms": f"{cold:.2f}"},
             {"what": f"{what}, warm", "ms": f"{warm:.2f}", "ratio": f"{warm / cold:.3f} of cold"},
         ]
+
+    def _first_token(self, ids: list[int]) -> float:
+        """Return the time to the first token of a prompt that may reuse pages, in ms."""
+        root, page_size = self.core.root, self.core.deployment.page_size
+        assert root is not None, "reuse is off"
+        pages = [ids[i : i + page_size] for i in range(0, len(ids), page_size)]
+        keys = chain(pages, None, root)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self._queue(ids, 1, root, keys)
+        self.drain()
+        return (time.perf_counter() - started) * 1e3
+
+    def tiers(
+        self, num_shared: int, num_own: int = 32, repeats: int = 5
+    ) -> list[dict[str, object]]:
+        """Return three rows of the table: the first token cold, from host memory, and warm.
+
+        The pool holds one prompt. Two others push the shared pages out of it before they are asked
+        for again, and go to host memory in turn while those come back.
+        """
+        for _ in range(2 * TIER_PROMPTS):
+            # Host memory is taken as it fills, which takes its time.
+            self._first_token(self.draw(num_shared + num_own))
+        cold, back, warm = [], [], []
+        for _ in range(repeats):
+            shared = self.draw(num_shared)
+            cold.append(self._first_token(shared + self.draw(num_own)))
+            for _ in range(2):
+                self._first_token(self.draw(num_shared + num_own))
+            num_before = self.core.stats().cached_tokens
+            back.append(self._first_token(shared + self.draw(num_own)))
+            warm.append(self._first_token(shared + self.draw(num_own)))
+            num_cached = self.core.stats().cached_tokens - num_before
+            assert num_cached >= 2 * (num_shared - self.core.deployment.page_size), num_cached
+        what = f"first token behind {num_shared} shared tokens"
+        row: dict[str, object] = {"what": f"{what}, cold", "ms": f"{statistics.median(cold):.2f}"}
+        rows = [row]
+        for name, times in (("from host memory", back), ("warm", warm)):
+            took = statistics.median(times)
+            ratio = f"{took / statistics.median(cold):.3f} of cold"
+            rows.append({"what": f"{what}, {name}", "ms": f"{took:.2f}", "ratio": ratio})
+        extra = statistics.median(back) - statistics.median(warm)
+        rows[1]["restored at"] = f"{num_shared * KV_BYTES / extra / 1e6:.1f} GB/s"
+        return rows
 
     def offline(self, num_requests: int) -> dict[str, object]:
         """Return a row of the table: all requests known at once, greedy, ends at their limits."""
@@ -280,6 +317,33 @@ class Bench:
         }
 
 
+def tier_rows(num_shared: int, given: dict[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of pages that come back, by an engine whose pool holds one prompt.
+
+    Args:
+        num_shared: In tokens.
+        given: What the deployment is given beside.
+    """
+    num_pages = -(-(num_shared + 256) // given["page_size"]) + 1
+    nbytes = num_pages * given["page_size"] * KV_BYTES // given["tensor_parallel_size"]
+    bench = Bench(
+        LLAMA_8B,
+        Deployment(
+            **given,
+            num_pages=num_pages,
+            max_num_seqs=4,
+            max_model_len=num_shared + 256,
+            host_cache_bytes=TIER_PROMPTS * nbytes,
+        ),
+    )
+    rows = bench.tiers(num_shared)
+    bench.core.close()
+    del bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
+
+
 def main() -> None:
     """Print the tables."""
     if not torch.cuda.is_available():
@@ -287,6 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention-backend")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-cache-gib", type=int, help="default: what is left of the memory")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
@@ -294,6 +359,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192])
     parser.add_argument("--reuse", type=int, nargs="*", default=[8192])
+    parser.add_argument("--tiers", type=int, nargs="*", default=[], help="shared tokens")
     parser.add_argument("--overhead", type=int, nargs="*", default=[64])
     parser.add_argument("--offline", type=int, nargs="*", default=[256], help="requests")
     parser.add_argument("--transformers", type=int, nargs="*", default=[], help="requests")
@@ -304,21 +370,26 @@ def main() -> None:
     for num_requests in asked.transformers:
         peer = gpu_offline.case(num_requests, LLAMA_8B["vocab_size"])
         print(table([gpu_offline.transformers_row(LLAMA_8B, peer)]), flush=True)
+    given = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_num_batched_tokens": asked.max_num_batched_tokens,
+        "page_size": asked.page_size,
+        "attention_backend": asked.attention_backend,
+        "cuda_graphs": asked.cuda_graphs,
+        "tensor_parallel_size": asked.tensor_parallel_size,
+    }
+    for num_shared in asked.tiers:
+        print(table(tier_rows(num_shared, given)), flush=True)
     if not (asked.decode or asked.prefill or asked.reuse or asked.overhead or asked.offline):
         return
     bench = Bench(
         LLAMA_8B,
         Deployment(
-            device="cuda",
-            dtype="bfloat16",
+            **given,
             max_num_seqs=max(*asked.decode, *asked.overhead, *asked.offline, 1),
-            max_num_batched_tokens=8192,
             max_model_len=max(*asked.prefill, *asked.reuse, asked.context + 256, 2560) + 256,
-            page_size=asked.page_size,
             kv_cache_bytes=asked.kv_cache_gib and asked.kv_cache_gib << 30,
-            attention_backend=asked.attention_backend,
-            cuda_graphs=asked.cuda_graphs,
-            tensor_parallel_size=asked.tensor_parallel_size,
         ),
     )
     rows = [bench.decode(batch, asked.context) for batch in asked.decode]

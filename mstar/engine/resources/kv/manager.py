@@ -437,14 +437,11 @@ class KVManager(Resource):
 
     def _forget(self, pages: list[int]) -> None:
         """Take evicted pages out of the index; the tiers may keep them."""
-        gone = []
-        for page in pages:
-            names = self.index.remove(page)
-            if self._offload is not None:
-                self._offload.keep(page, names)
-            if names.key is not None:
-                gone.append(names.key)
-                self.history.evicted(names.key)
+        offload, remove = self._offload, self.index.remove
+        forgotten = map(remove, pages) if offload is None else offload.evict(pages)
+        gone = [names.key for names in forgotten if names.key is not None]
+        for key in gone:
+            self.history.evicted(key)
         if self._news is not None:
             self._news.removed(gone)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from mstar.engine.resources.base import Deployment
@@ -9,10 +10,11 @@ from mstar.engine.resources.kv.cache import PagedKVCache
 from mstar.engine.resources.kv.pages import PagePool
 from mstar.engine.resources.kv.prefix import Names, PrefixIndex
 from mstar.engine.resources.kv.stream import StreamKeys
-from mstar.engine.resources.kv.tiers.base import Name, Tier
+from mstar.engine.resources.kv.tiers.base import Name, Source, Tier
 from mstar.engine.resources.kv.tiers.disk import DiskTier
 from mstar.engine.resources.kv.tiers.host import HostTier
 from mstar.engine.resources.kv.tiers.stack import TierStack
+from mstar.engine.resources.kv.transfer import open_transfer
 from mstar.errors import ConfigError, StorageError
 
 
@@ -31,8 +33,8 @@ def open_tiers(
         ConfigError: If the folder cannot be used, or a tier holds not one page.
     """
     tiers: list[Tier] = []
+    is_pinned = deployment.device.startswith("cuda")
     if deployment.host_cache_bytes:
-        is_pinned = deployment.device.startswith("cuda")
         tiers.append(HostTier(deployment.host_cache_bytes, page_nbytes, pin_memory=is_pinned))
     if deployment.disk_cache_bytes:
         if deployment.disk_cache_dir is None:
@@ -41,7 +43,11 @@ def open_tiers(
                 "disk_cache_dir"
             )
         folder = Path(deployment.disk_cache_dir) / resource_key
-        tiers.append(DiskTier(folder, root, deployment.disk_cache_bytes, page_nbytes))
+        # Only the first tier takes pages from the device itself.
+        is_pinned = is_pinned and not tiers
+        tiers.append(
+            DiskTier(folder, root, deployment.disk_cache_bytes, page_nbytes, pin_memory=is_pinned)
+        )
     return tiers
 
 
@@ -69,7 +75,7 @@ class Offload:
         on_restored: Restored | None = None,
     ) -> None:
         self.tiers = tiers
-        self._cache = cache
+        self._transfer = open_transfer(cache)
         self._pool = pool
         self._index = index
         self._on_restored = on_restored
@@ -77,13 +83,22 @@ class Offload:
         self.origin: dict[int, str] = {}
         """Medium of pages that came back and were not used since."""
 
-    def keep(self, page: int, names: Names) -> None:
-        """Hand an evicted page to the tiers."""
+    def evict(self, pages: Sequence[int]) -> list[Names]:
+        """Take pages out of the index and hand them to the tiers; returns what named them."""
+        gone = []
+        # One by one: what a tier gives up for a page may be the image of one that is next.
+        for page, image in zip(pages, self._transfer.read(pages), strict=True):
+            names = self._index.remove(page)
+            self._put(page, names, image)
+            gone.append(names)
+        return gone
+
+    def _put(self, page: int, names: Names, image: Source) -> None:
         self.origin.pop(page, None)
         named = [Name(key, end) for key, end in names.ends]
         if names.key is not None:
             named.insert(0, Name(names.key, self._page_size))
-        self.tiers.put(named, self._cache.read_page(page))
+        self.tiers.put(named, image)
 
     def restore(self, keys: StreamKeys, limit: int) -> None:
         """Bring back what a stream can reuse of its first ``limit`` slots.
@@ -94,22 +109,31 @@ class Offload:
         names = keys.first(limit // self._page_size)
         pages = self._index.match(names)
         self._pool.retain(pages)
-        while len(pages) < len(names) and self._load_page(keys, pages):
+        while len(pages) < len(names) and self._load_pages(keys, pages, names):
             pass
         if not self._has_cut(keys, len(pages), limit):
             self._load_cut(keys, pages, limit)
+        self._transfer.settle()
         self._pool.release(pages)
 
-    def _load_page(self, keys: StreamKeys, pages: list[int]) -> bool:
+    def _load_pages(self, keys: StreamKeys, pages: list[int], names: Sequence[bytes]) -> bool:
+        """Bring back a few of those named behind ``pages``; False: there are no more to be had."""
         number = len(pages)
-        page = self._load(keys.key(number), self._page_size)
-        if page is None:
-            return False
-        self._index.add(keys.key(number), page, pages[-1] if pages else None)
-        pages.append(page)
-        if self._on_restored is not None:
-            self._on_restored(keys.key(number), keys, number)
-        return True
+        ahead = names[number : number + self._transfer.num_together]
+        found = list(takewhile(self._is_stored, ahead))
+        room = self._pool.try_allocate(min(len(found), self._pool.num_available)) or []
+        for place, page in enumerate(room):
+            if not self._load(found[place], self._page_size, page):
+                self._pool.release(room[place:])
+                return False
+            self._index.add(found[place], page, pages[-1] if pages else None)
+            pages.append(page)
+            if self._on_restored is not None:
+                self._on_restored(found[place], keys, number + place)
+        return bool(room)
+
+    def _is_stored(self, key: bytes) -> bool:
+        return self.tiers.find(key) is not None
 
     def _has_cut(self, keys: StreamKeys, number: int, limit: int) -> bool:
         ends = self._ends(keys, number, limit)
@@ -121,34 +145,31 @@ class Offload:
             name = keys.end_key(number, end)
             if self._index.cut(name) is not None:
                 return
-            page = self._load(name, end)
-            if page is not None:
+            room = self._pool.try_allocate(1) if self._is_stored(name) else None
+            if room is None:
+                continue
+            (page,) = room
+            if self._load(name, end, page):
                 self._index.add_end(name, page, end, pages[-1] if pages else None)
                 pages.append(page)
                 return
+            self._pool.release(room)
 
     def _ends(self, keys: StreamKeys, number: int, limit: int) -> Sequence[int]:
         """Return where items end on a page within the limit, the last first."""
         room = limit - number * self._page_size
         return [end for end in reversed(keys.ends(number)) if end <= room]
 
-    def _load(self, key: bytes, num_slots: int) -> int | None:
-        """Return a held page with the content of ``key``, kept for reuse."""
-        if self.tiers.find(key) is None:
-            return None
-        taken = self._pool.try_allocate(1)
-        if taken is None:
-            return None
-        # Making room may have pushed the page out of the slowest tier.
+    def _load(self, key: bytes, num_slots: int, page: int) -> bool:
+        """Put the content of ``key`` into a held page, to be kept for reuse."""
+        # Making room may have pushed it out of the slowest tier.
         stored = self.tiers.get(key)
         if stored is None or stored.num_slots != num_slots:
-            self._pool.release(taken)
-            return None
-        (page,) = taken
-        self._cache.write_page(page, stored.image)
+            return False
+        self._transfer.write(page, stored.image)
         self._pool.keep(page)
         self.origin[page] = stored.medium
-        return page
+        return True
 
     def clear(self) -> int:
         """Empty all tiers; returns how many pages went.
@@ -173,5 +194,7 @@ class Offload:
         for page, names in self._index.items():
             if not self.tiers.wait_room(deadline - time.monotonic()):
                 break
-            self.keep(page, names)
+            (image,) = self._transfer.read([page])
+            self._put(page, names, image)
         self.tiers.close(timeout=max(0.0, deadline - time.monotonic()))
+        self._transfer.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.kv.offload import Offload, open_tiers
-from mstar.engine.resources.kv.tiers.base import Evicted, Image, Name, Tier
+from mstar.engine.resources.kv.tiers.base import Evicted, Image, Name, Source, Tier
 from mstar.engine.resources.kv.tiers.files import PageFiles
 from mstar.engine.resources.kv.tiers.stack import TierStack
 from mstar.engine.resources.spans import Span
@@ -44,7 +44,8 @@ class FaultyTier(Tier):
         """How reads fail, by their number."""
         self.num_gets = 0
 
-    def put(self, names: Sequence[Name], image: Image) -> list[Evicted]:
+    def put(self, names: Sequence[Name], image: Source) -> list[Evicted]:
+        assert isinstance(image, np.ndarray), image
         self._check_page(names, image)
         fresh = tuple(name for name in names if name.key not in self)
         if fresh:

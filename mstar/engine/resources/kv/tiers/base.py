@@ -6,12 +6,13 @@ key if the page is full, and the end keys of cuts in it. Every name finds the im
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mstar.errors import ConfigError
 
@@ -19,6 +20,37 @@ Image = npt.NDArray[np.uint8]
 """``[page_nbytes]``: the bytes of one page over all layers."""
 KEY_NBYTES = 32
 Kind = Literal["stored", "removed", "cleared"]
+Arrived = Callable[[], object]
+"""Returns once an image is there."""
+
+
+class Leaving(ABC):
+    """A page in a device's memory, from which its image is copied."""
+
+    @abstractmethod
+    def copy_to(self, image: Image) -> Arrived:
+        """Begin to copy; until the copy has arrived, nobody reads ``image`` or writes to it."""
+
+
+Source = Image | Leaving
+
+
+def begin_copy(source: Source, target: Image) -> Arrived | None:
+    """Copy an image, or begin to; ``None``: it is there already."""
+    if isinstance(source, Leaving):
+        return source.copy_to(target)
+    np.copyto(target, source)
+    return None
+
+
+def host_memory(shape: tuple[int, ...], is_pinned: bool) -> Image:
+    """Return memory for images.
+
+    Args:
+        shape: In bytes.
+        is_pinned: Lock it, so that a CUDA device copies to and from it by itself.
+    """
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=is_pinned).numpy()
 
 
 class Name(NamedTuple):
@@ -98,14 +130,15 @@ class Tier(ABC):
         self._changes: deque[Change] | None = None
 
     @abstractmethod
-    def put(self, names: Sequence[Name], image: Image) -> list[Evicted]:
+    def put(self, names: Sequence[Name], image: Source) -> list[Evicted]:
         """Keep a copy of ``image`` under those of ``names`` that are not known yet.
 
         The first writer of a key wins; a known key counts as used now.
 
         Args:
             names: At least one, with distinct keys.
-            image: ``[page_nbytes]``, uint8.
+            image: ``[page_nbytes]``, uint8, or a page that becomes one. Whoever reads the copy
+                waits for it to arrive.
 
         Returns:
             What had to go for it, so that a slower tier can take it; empty for the last tier.
@@ -184,8 +217,10 @@ class Tier(ABC):
         if self._changes is not None:
             self._changes.append(Change(kind, self.medium, keys))
 
-    def _check_page(self, names: Sequence[Name], image: Image) -> None:
+    def _check_page(self, names: Sequence[Name], image: Source) -> None:
         assert names, "a page without a name"
         assert all(len(key) == KEY_NBYTES for key, _ in names), names
+        if isinstance(image, Leaving):
+            return
         assert image.dtype == np.uint8, image.dtype
         assert image.shape == (self.page_nbytes,), (image.shape, self.page_nbytes)

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from mstar.engine.resources.kv.tiers.base import Evicted, Image, Kind, Name, Tier
+from mstar.engine.resources.kv.tiers.base import (
+    Arrived,
+    Evicted,
+    Image,
+    Kind,
+    Name,
+    Source,
+    Tier,
+    begin_copy,
+    host_memory,
+)
 from mstar.engine.resources.kv.tiers.files import Found, PageFiles, discard, remove_put_away
 from mstar.errors import ConfigError
 
@@ -28,7 +38,14 @@ class _Write:
 
     names: tuple[Name, ...]
     image: Image
+    arrived: Arrived | None
     used_ns: int
+
+    def read(self) -> Image:
+        """Return the image once it is there."""
+        if self.arrived is not None:
+            self.arrived()
+        return self.image
 
 
 @dataclass(slots=True)
@@ -53,6 +70,7 @@ class DiskTier(Tier):
         capacity_bytes: Bound of all page files in ``folder``, other roots' included, in bytes.
         page_nbytes: Size of every image, in bytes.
         queue_bytes: Bound of the images that wait to be written, in bytes; one always may.
+        pin_memory: Lock the memory of those, so that a CUDA device copies to it by itself.
 
     Raises:
         ConfigError: If not even one page fits, or ``folder`` cannot be written to.
@@ -67,6 +85,7 @@ class DiskTier(Tier):
         capacity_bytes: int,
         page_nbytes: int,
         queue_bytes: int = 256 << 20,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__(capacity_bytes, page_nbytes, PageFiles.nbytes(page_nbytes, 1))
         self._files = PageFiles(folder, root, page_nbytes)
@@ -79,6 +98,7 @@ class DiskTier(Tier):
             ) from error
         self._capacity_bytes = capacity_bytes
         self._queue_bytes = queue_bytes
+        self._pin_memory = pin_memory
         self._lock = threading.Condition()
         """Held for the books and where a file appears, never while content moves or is freed."""
         self._queue: deque[_Write] = deque()
@@ -130,7 +150,7 @@ class DiskTier(Tier):
         with self._lock:
             return self._queued.keys() | self._inode.keys()
 
-    def put(self, names: Sequence[Name], image: Image) -> list[Evicted]:
+    def put(self, names: Sequence[Name], image: Source) -> list[Evicted]:
         """Queue a copy of ``image`` to be written; drop it where the queue is full."""
         self._check_page(names, image)
         with self._lock:
@@ -144,9 +164,8 @@ class DiskTier(Tier):
             if self._is_closed or self._is_shut or not self._has_room():
                 self.counts.dropped += 1
                 return []
-            copy = self._spare.pop() if self._spare else np.empty_like(image)
-            np.copyto(copy, image)
-            write = _Write(fresh, copy, self._now_ns())
+            copy = self._spare.pop() if self._spare else self._new_image()
+            write = _Write(fresh, copy, begin_copy(image, copy), self._now_ns())
             self._queue.append(write)
             self._note_unless(self._inode, fresh, "stored")
             self._queued.update((key, write) for key, _ in fresh)
@@ -159,7 +178,7 @@ class DiskTier(Tier):
             write = self._queued.get(key)
             if write is not None:
                 self.counts.hits += 1
-                return dict(write.names)[key], write.image
+                return dict(write.names)[key], write.read()
             is_readable = not self._is_shut
         content = self._try_read(key) if is_readable else None
         if content is None:
@@ -248,7 +267,7 @@ class DiskTier(Tier):
             elif write is not None:
                 self._write(write)
                 with self._lock:
-                    self._spare.append(write.image)
+                    self._spare.append(write.read())
             else:
                 return
 
@@ -260,7 +279,7 @@ class DiskTier(Tier):
         try:
             if names:
                 self._make_room(PageFiles.nbytes(self.page_nbytes, len(names)))
-                inode, temps = self._files.write(names, write.image, write.used_ns)
+                inode, temps = self._files.write(names, write.read(), write.used_ns)
             with self._lock:
                 if self._is_first(write):
                     if names:
@@ -346,6 +365,9 @@ class DiskTier(Tier):
 
     def _has_room(self) -> bool:
         return not self._queue or (len(self._queue) + 1) * self.page_nbytes <= self._queue_bytes
+
+    def _new_image(self) -> Image:
+        return host_memory((self.page_nbytes,), self._pin_memory)
 
     def _now_ns(self) -> int:
         """Return a time of use, later than any before."""

@@ -4,11 +4,18 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from mstar.engine.resources.kv.tiers.base import Evicted, Image, Name, Tier
+from mstar.engine.resources.kv.tiers.base import (
+    Arrived,
+    Evicted,
+    Image,
+    Name,
+    Source,
+    Tier,
+    begin_copy,
+    host_memory,
+)
 from mstar.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +47,7 @@ class HostTier(Tier):
             raise ConfigError("pin_memory is True and there is no CUDA device; set it to False")
         self._pin_memory = pin_memory
         self._chunk_len = max(1, _CHUNK_NBYTES // page_nbytes)
-        self._chunks: list[npt.NDArray[np.uint8]] = []
+        self._chunks: list[Image] = []
         """``[up to chunk_len, page_nbytes]`` each; all but the last are full."""
         self._num_places = 0
         self._free: list[int] = []
@@ -48,6 +55,8 @@ class HostTier(Tier):
         """Names of the image at each place, the longest unused first."""
         self._found: dict[bytes, tuple[int, int]] = {}
         """Place and valid slots of each key."""
+        self._arriving: dict[int, Arrived] = {}
+        """Places whose image may still be on its way from a device."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._found
@@ -64,7 +73,7 @@ class HostTier(Tier):
         """Return all keys that are here."""
         return self._found.keys()
 
-    def put(self, names: Sequence[Name], image: Image) -> list[Evicted]:
+    def put(self, names: Sequence[Name], image: Source) -> list[Evicted]:
         """Keep a copy of ``image``; at most one image falls out for it."""
         self._check_page(names, image)
         fresh = []
@@ -79,7 +88,9 @@ class HostTier(Tier):
             self.counts.dropped += 1
         else:
             place = self._free.pop()
-            np.copyto(self._image(place), image)
+            arrived = begin_copy(image, self._image(place))
+            if arrived is not None:
+                self._arriving[place] = arrived
             self._names[place] = tuple(fresh)
             for key, num_slots in fresh:
                 self._found[key] = (place, num_slots)
@@ -125,6 +136,10 @@ class HostTier(Tier):
         assert named == self._found, "the names of the images and the keys disagree"
 
     def _image(self, place: int) -> Image:
+        """Return the memory at a place, once what was copied there has arrived."""
+        arrived = self._arriving.pop(place, None)
+        if arrived is not None:
+            arrived()
         chunk, index = divmod(place, self._chunk_len)
         image: Image = self._chunks[chunk][index]
         return image
@@ -144,7 +159,7 @@ class HostTier(Tier):
             return False
         shape = (count, self.page_nbytes)
         try:
-            chunk = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
+            chunk = host_memory(shape, self._pin_memory)
         except (RuntimeError, MemoryError) as error:
             self.max_pages = max(0, self._num_places - 1)
             logger.warning(
@@ -154,7 +169,7 @@ class HostTier(Tier):
                 error,
             )
             return False
-        self._chunks.append(chunk.numpy())
+        self._chunks.append(chunk)
         # The lowest place is taken first.
         self._free.extend(range(self._num_places + count - 1, self._num_places - 1, -1))
         self._num_places += count

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mstar.engine.resources.kv.tiers.base import Change, Evicted, Image, Name, Tier
+from mstar.engine.resources.kv.tiers.base import Change, Evicted, Image, Name, Source, Tier
 
 
 class Stored(NamedTuple):
@@ -39,12 +39,12 @@ class TierStack:
                 tier.watch()
             self.poll()
 
-    def put(self, names: Sequence[Name], image: Image) -> None:
+    def put(self, names: Sequence[Name], image: Source) -> None:
         """Keep a copy of a page; see ``Tier.put``."""
         self._put(0, names, image)
         self.poll()
 
-    def _put(self, level: int, names: Sequence[Name], image: Image) -> None:
+    def _put(self, level: int, names: Sequence[Name], image: Source) -> None:
         if level < len(self.tiers):
             for evicted in self.tiers[level].put(names, image):
                 self._put(level + 1, evicted.names, evicted.image)
