@@ -71,7 +71,7 @@ class ItemDecoderNode(DecoderNode):
             resources["attention"] = AttentionStep(is_causal=is_causal)
         else:
             segments = batch.segments
-        resources[self.encoder_key] = EncoderStep(batch.segments, done=done)
+        resources[self.encoder_key] = EncoderStep(batch.segments, done=done, num_read=len(found))
         return NodeStep(segments, resources)
 
     def embed(self, ids: Tensor, batch: Batch, plans: Mapping[str, Any]) -> Tensor:

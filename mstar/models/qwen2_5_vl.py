@@ -169,7 +169,8 @@ class VisionEncoder(Node):
         for request, item, output in zip(
             batch.requests, batch.items, self.encode(films), strict=True
         ):
-            plan.store(item_of(request, item), output)
+            # A copy of its own: a part of the batch's tensor would keep all of it in memory.
+            plan.store(item_of(request, item), output.clone())
         return NodeOutput(token_ids=())
 
     def encode(self, films: Sequence[Tensor]) -> list[Tensor]:

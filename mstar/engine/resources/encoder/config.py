@@ -44,3 +44,5 @@ class EncoderStep(ResourceStep):
 
     made: tuple[Item, ...] = ()
     done: tuple[Item, ...] = ()
+    num_read: int = 0
+    """Items that it reads something of."""

@@ -148,6 +148,21 @@ class EncoderManager(OutputStore):
         self._plan = EncoderPlan(self._outputs, self.config)
         return self._plan
 
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+        ahead: int = 0,
+    ) -> EncoderPlan | None:
+        """Return the plan of a step that makes and reads nothing; there is none for others.
+
+        What comes behind such a step are tokens that were generated, which read nothing either.
+        """
+        assert isinstance(step, EncoderStep), type(step).__name__
+        return None if step.made or step.num_read else EncoderPlan({}, self.config)
+
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Keep what was made; let go of what is not needed any more."""
         assert isinstance(step, EncoderStep), type(step).__name__
