@@ -56,7 +56,7 @@ class EngineCore:
         wanted = deployment.max_model_len or model.max_model_len
         if memory.is_open(deployment):
             sized = replace(deployment, max_model_len=wanted)
-            sized = memory.fit(sized, model.specs, partial(EngineCore, model))
+            sized = memory.fit(sized, model.specs, partial(EngineCore, model), model.trial)
             deployment = replace(deployment, num_pages=sized.num_pages)
         self._runner = Runner(
             model.nodes,

@@ -42,6 +42,10 @@ class Engine(Protocol):
         """Run one batch."""
 
 
+Ask = Callable[[str, int, SamplingParams], PreparedRequest]
+"""Makes a request of a name and so many tokens; see ``Model.trial``."""
+
+
 def is_open(deployment: Deployment) -> bool:
     """Tell whether the KV pages of a deployment are to be fitted to its GPU."""
     is_given = deployment.num_pages is not None or deployment.kv_cache_bytes is not None
@@ -52,6 +56,7 @@ def fit(
     deployment: Deployment,
     specs: Sequence[NodeResourceSpec],
     start: Callable[[Deployment], Engine],
+    ask: Ask,
     measure: Callable[[], tuple[int, int]] | None = None,
 ) -> Deployment:
     """Return the deployment with as many KV pages as its GPU has room for.
@@ -63,6 +68,7 @@ def fit(
         deployment: With ``max_model_len`` given; its CUDA device has the model's weights already.
         specs: What the model declares.
         start: Starts an engine.
+        ask: Makes the trial's requests.
         measure: Returns free and all memory of the device, in bytes.
 
     Raises:
@@ -84,7 +90,7 @@ def fit(
     device = torch.device(deployment.device)
     if measure is None:
         measure = _cuda_memory(device)
-    in_use, total = _try_out(deployment, page_nbytes, start, measure)
+    in_use, total = _try_out(deployment, page_nbytes, start, ask, measure)
     num_pages = (int(total * share) - in_use) // page_nbytes - 1
     if num_pages < 1:
         raise ConfigError(
@@ -109,6 +115,7 @@ def _try_out(
     deployment: Deployment,
     page_nbytes: int,
     start: Callable[[Deployment], Engine],
+    ask: Ask,
     measure: Callable[[], tuple[int, int]],
 ) -> tuple[int, int]:
     """Return what is in use beside KV pages after the largest steps, and the total, in bytes."""
@@ -131,11 +138,7 @@ def _try_out(
     for length in (longest - 1, max(min(budget // num_seqs, longest - 1), 1)):
         count = max(min(budget // length, num_seqs), 1)
         for place in range(count):
-            engine.add_request(
-                PreparedRequest(
-                    request_id=f"{length}.{place}", token_ids=[0] * length, params=_LARGEST
-                )
-            )
+            engine.add_request(ask(f"{length}.{place}", length, _LARGEST))
         while engine.has_work:
             failures = [output.error for output in engine.step() if output.error is not None]
             if failures:

@@ -9,6 +9,7 @@ from mstar.engine.batch import Node
 from mstar.engine.graph import Cursor, Graph
 from mstar.engine.output import Emitted
 from mstar.engine.request import Component, PreparedRequest, Request
+from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spec import NodeResourceSpec
 
 
@@ -71,6 +72,13 @@ class Model(ABC):
         It is the last of ``request.tokens``; ``request.finish_reason`` says whether more follow.
         """
         return ()
+
+    def trial(self, request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
+        """Return a request that takes the memory of any with so many tokens in its prompt.
+
+        Where a model's prompts are shorter, so is this one.
+        """
+        return PreparedRequest(request_id=request_id, token_ids=[0] * num_tokens, params=params)
 
     def forget(self, request_id: str) -> None:
         """Drop what the model itself keeps of a request, which has ended in whatever way."""

@@ -11,6 +11,7 @@ from mstar.engine.output import ErrorInfo, RequestOutput
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
+from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import ConfigError
 from mstar.models.decoder import DecoderModel
 
@@ -49,6 +50,10 @@ class Fake:
         ]  # fmt: skip
 
 
+def asked(request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
+    return PreparedRequest(request_id=request_id, token_ids=[0] * num_tokens, params=params)
+
+
 def fitted(
     deployment: Deployment, in_use: int, total: int, message: str | None = None
 ) -> tuple[Deployment, Fake]:
@@ -64,7 +69,7 @@ def fitted(
         assert pages is not None
         return total - in_use - (pages + 1) * PAGE, total
 
-    out = fit(deployment, SPECS, start, measure)
+    out = fit(deployment, SPECS, start, asked, measure)
     (trial,) = trials
     return out, trial
 
@@ -126,7 +131,7 @@ def test_a_model_without_a_cache_needs_no_trial() -> None:
     def start(trial: Deployment) -> Fake:
         raise AssertionError(trial)
 
-    assert fit(GIVEN, [], start, lambda: (0, 0)) == GIVEN
+    assert fit(GIVEN, [], start, asked, lambda: (0, 0)) == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,6 @@ def test_a_real_engine_runs_the_trial(toy: DecoderModel, changes: dict[str, int]
         assert core.stats().generation_tokens <= most
         return 10**9, 10**9
 
-    out = fit(deployment, toy.specs, start, measure)
+    out = fit(deployment, toy.specs, start, toy.trial, measure)
     assert out.num_pages is not None
     assert out.num_pages > 100

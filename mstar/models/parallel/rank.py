@@ -107,7 +107,7 @@ def _load(
     if memory.is_open(deployment):
         wanted = deployment.max_model_len or model.max_model_len
         sized = replace(deployment, max_model_len=wanted)
-        sized = memory.fit(sized, model.specs, partial(EngineInStep, model))
+        sized = memory.fit(sized, model.specs, partial(EngineInStep, model), model.trial)
         assert sized.num_pages is not None, "a fitted deployment has its pages"
         deployment = replace(deployment, num_pages=shard.least(sized.num_pages))
     return model, deployment

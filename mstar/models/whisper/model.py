@@ -39,7 +39,12 @@ from mstar.engine.resources.kv.config import KVConfig, KVSpec, KVStep
 from mstar.engine.resources.kv.keys import fingerprint
 from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
 from mstar.engine.resources.position.manager import PositionPlan
-from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, SampleStep
+from mstar.engine.resources.sampler.config import (
+    SamplerConfig,
+    SamplerSpec,
+    SampleStep,
+    SamplingParams,
+)
 from mstar.engine.resources.sampler.manager import SamplerPlan
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep
@@ -256,6 +261,27 @@ class WhisperModel(Model):
             raise RequestError(_NO_TEXT, param="model")
         is_unknown = bool(self.tokens.languages) and options.language is None
         return self.graph.cursor(_DETECT if is_unknown else _WRITE)
+
+    def trial(self, request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
+        """Return a request for a silent window of its own."""
+        num_frames = self.config.num_frames
+        recording = fingerprint("mstar-whisper-trial-v1", request_id)
+        options = WhisperOptions(
+            recording=recording,
+            num_frames=num_frames,
+            stop_frame=num_frames,
+            language=min(self.tokens.languages.values(), default=None),
+            previous=[0] * num_tokens,
+        )
+        silence = np.zeros((self.config.num_mel_bins, num_frames), np.float32)
+        inputs = {"features": from_numpy(silence), "start": from_numpy(np.zeros(1, np.int64))}
+        return PreparedRequest(
+            request_id=request_id,
+            token_ids=prompt_ids(options, self.tokens, self.max_model_len),
+            params=params,
+            context=[ContextItem(KIND, recording, self.config.encoder.max_positions, inputs)],
+            options=msgspec.structs.asdict(options),
+        )
 
     def next_walk(self, request: Request) -> Leg | None:
         """Return the window behind the one that is written down, or the first in its language."""

@@ -5,9 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from mstar.engine.engine import EngineCore
+from mstar.engine.memory import fit
+from mstar.engine.resources.base import Deployment
 from mstar.errors import RequestError
 from tests.laws.families import family_of
-from tests.laws.watching import Desk
+from tests.laws.watching import PAGE_SIZE, Desk
 from tests.models.whisper_folder import ENGLISH, FRAMES, GERMAN
 
 
@@ -45,3 +48,21 @@ def test_what_is_no_recording_is_refused() -> None:
         with pytest.raises(RequestError, match="one recording"):
             desk.put(msgspec.structs.replace(whole, **change))
     assert not desk.engine.has_work
+
+
+def test_a_trial_takes_the_largest_steps_and_ends() -> None:
+    model = family_of("whisper").model
+    started: list[EngineCore] = []
+
+    def start(deployment: Deployment) -> EngineCore:
+        started.append(EngineCore(model, deployment))
+        return started[-1]
+
+    def measure() -> tuple[int, int]:
+        assert not started[-1].has_work
+        counted = started[-1].stats()
+        assert counted.generation_tokens > 0
+        return 10**9, 10**9
+
+    wanted = Deployment(max_model_len=model.max_model_len, max_num_seqs=3, page_size=PAGE_SIZE)
+    assert (fit(wanted, model.specs, start, model.trial, measure).num_pages or 0) > 100
