@@ -15,13 +15,9 @@ from torch import Tensor
 
 from mstar.engine.batch import Batch, Node, NodeOutput
 from mstar.engine.overlap import Flight, Pending
-from mstar.engine.pieces import Pieces, Place
-from mstar.engine.resources.attention.manager import AttentionManager
+from mstar.engine.pieces import Pieces, Place, place_of
 from mstar.engine.resources.base import Resource
-from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.mirror import Fence, Mirror, send
-from mstar.engine.resources.position.manager import PositionManager
-from mstar.engine.resources.sampler.manager import SamplerManager
 from mstar.engine.resources.step import NodeStep
 
 logger = logging.getLogger(__name__)
@@ -180,29 +176,23 @@ class Recorder:
         Returns:
             False where they are not; nothing was recorded then.
         """
-        node, place = self._node, self._find_place()
-        if not isinstance(node, SelectingNode) or place is None:
+        node = self._node
+        if not isinstance(node, SelectingNode) or not self._has_pieces():
             return False
         step = node.declare(Batch.of(self._name, ()))
         stream = torch.cuda.Stream(self._device)
         for size in sorted(sizes, reverse=True):
             pieces = Pieces(size, num_rows, self._device)
-            plans = self._plan_pieces(size, step, place)
+            plans = self._plan_pieces(size, step)
+            place = self._place = place_of(plans)
             pieces.record(node.compute_rows, plans, place, self._pool, stream)
             self._pieces[size] = pieces
             logger.info("recorded steps of up to %d tokens", size)
         self._pieces = dict(sorted(self._pieces.items()))
-        self._place = place
         return True
 
-    def _find_place(self) -> Place | None:
-        """Return which resources are the cache and attention, where all are of known kinds."""
-        kinds = {key: type(resource) for key, resource in self._resources.items()}
-        known = (KVManager, PositionManager, AttentionManager, SamplerManager)
-        if sorted(k.__name__ for k in kinds.values()) != sorted(k.__name__ for k in known):
-            return None
-        by_kind = {kind: key for key, kind in kinds.items()}
-        return Place(by_kind[KVManager], by_kind[AttentionManager])
+    def _has_pieces(self) -> bool:
+        return all(resource.in_pieces is not None for resource in self._resources.values())
 
     def size_for(self, batch: Batch) -> int | None:
         """Return the size that holds the batch; ``None``: it does not fit any."""
@@ -276,7 +266,7 @@ class Recorder:
         pieces = next((own for size, own in self._pieces.items() if size >= count), None)
         if pieces is None or len(batch.yielding) > pieces.num_rows:
             return None
-        plans = self._plan_pieces(pieces.size, step, place)
+        plans = self._plan_pieces(pieces.size, step)
         pieces.fill(batch.token_ids(), batch.last_rows(), plans[place.kv].slots)
         self._sent.set()
         rows = pieces.run(plans[place.attention], count)
@@ -285,13 +275,13 @@ class Recorder:
             return NodeOutput(token_ids=())
         return self._node.launch(rows[: len(batch.yielding)], plans).fetch()
 
-    def _plan_pieces(self, size: int, step: NodeStep, place: Place) -> dict[str, Any]:
+    def _plan_pieces(self, size: int, step: NodeStep) -> dict[str, Any]:
         """Return the plans of a step, the positions filled up to ``size`` tokens."""
         self._sent.wait()
         plans: dict[str, Any] = {}
         for key, resource in self._resources.items():
             segments, own = step.segments_of(key), step.resources[key]
-            if isinstance(resource, PositionManager):
+            if resource.in_pieces == "plan_fixed":
                 plans[key] = resource.plan_fixed(size, segments, own, plans)
             else:
                 plans[key] = resource.plan(segments, own, plans)

@@ -43,6 +43,13 @@ class Place(NamedTuple):
     attention: str
 
 
+def place_of(plans: Mapping[str, Any]) -> Place:
+    """Return where the plans of the cache and of attention stand."""
+    (kv,) = (key for key, plan in plans.items() if isinstance(plan, KVPlan))
+    (attention,) = (key for key, plan in plans.items() if isinstance(plan, AttentionPlan))
+    return Place(kv, attention)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Break:
     """Where attention comes between two graphs."""

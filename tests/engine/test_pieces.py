@@ -14,7 +14,7 @@ from torch import Tensor
 from mstar.engine.capture import Recorder, SelectingNode
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import TokenLogprobs
-from mstar.engine.pieces import Pieces, Place, piece_sizes
+from mstar.engine.pieces import Pieces, Place, piece_sizes, place_of
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.attention.base import AttentionPlan
 from mstar.engine.resources.base import Deployment
@@ -65,14 +65,15 @@ class CpuRecorder(Recorder):
     """A recorder without recorded decode steps."""
 
     def use(self, sizes: list[int], num_rows: int) -> None:
-        self._place = self._find_place()
-        assert self._place == Place("kv", "attention")
+        assert self._has_pieces()
+        self._place = Place("kv", "attention")
         assert isinstance(self._node, SelectingNode)
         for size in sorted(sizes):
             self._pieces[size] = CpuPieces(size, num_rows, self._node)
 
-    def _plan_pieces(self, size: int, step: NodeStep, place: Place) -> dict[str, Any]:
-        plans = super()._plan_pieces(size, step, place)
+    def _plan_pieces(self, size: int, step: NodeStep) -> dict[str, Any]:
+        plans = super()._plan_pieces(size, step)
+        assert place_of(plans) == self._place
         pieces = self._pieces[size]
         assert isinstance(pieces, CpuPieces)
         pieces.plans = plans

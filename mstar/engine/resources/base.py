@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import ResourceStep, Segment
@@ -147,6 +147,9 @@ class Resource(ABC):
     """Tokens it can hold of all streams together; ``None``: no bound."""
     revision: int = 0
     """Counts changes of open streams, commits left out, after which plans made ahead are wrong."""
+    in_pieces: ClassVar[Literal["plan", "plan_fixed"] | None] = None
+    """What plans a step of several tokens a segment that is recorded in pieces: ``plan_fixed`` with
+    as many tokens as were recorded in place of segments; ``None``: nothing does."""
 
     @classmethod
     @abstractmethod

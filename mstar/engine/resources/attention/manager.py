@@ -32,6 +32,8 @@ class AttentionManager(Resource):
         backend: What plans the steps.
     """
 
+    in_pieces = "plan"
+
     def __init__(self, resource_key: str, backend_name: str, backend: AttentionBackend) -> None:
         self.resource_key = resource_key
         self.backend_name = backend_name

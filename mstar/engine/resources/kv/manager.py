@@ -76,6 +76,8 @@ class KVManager(Resource):
         deployment: Page size, pool size, dtype and device.
     """
 
+    in_pieces = "plan"
+
     def __init__(self, resource_key: str, config: KVConfig, deployment: Deployment) -> None:
         self.resource_key = resource_key
         dtype = getattr(torch, deployment.dtype)

@@ -102,6 +102,8 @@ class PositionManager(Resource):
         ConfigError: If neither the config nor the deployment bounds the ids.
     """
 
+    in_pieces = "plan_fixed"
+
     def __init__(self, resource_key: str, config: PositionConfig, deployment: Deployment) -> None:
         self.resource_key = resource_key
         self.config = config

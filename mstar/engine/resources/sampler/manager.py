@@ -172,6 +172,8 @@ class SamplerManager(Resource):
         entropy: Gives a seed of 64 bits where a request names none.
     """
 
+    in_pieces = "plan"
+
     def __init__(
         self,
         resource_key: str,
