@@ -60,8 +60,10 @@ docs: $(STAMP)  ## Build the documentation into docs/_build.
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build
 	@echo "wrote docs/_build/index.html"
 
-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
-	$(BIN)/python -m pytest -m gpu || test $$? -eq 5
+gpu: $(STAMP)  ## Run the tests that need a CUDA device, with the libraries for it.
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('there is no CUDA device here')"
+	$(BIN)/python -m pip install -q -e ".[gpu]"
+	$(BIN)/python -m pytest -m gpu
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest -m "not gpu" -n $(TEST_PROCESSES) --dist loadfile

@@ -346,8 +346,6 @@ def tier_rows(num_shared: int, given: dict[str, Any]) -> list[dict[str, object]]
 
 def main() -> None:
     """Print the tables."""
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu needs a CUDA device")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention-backend")
     parser.add_argument("--page-size", type=int, default=16)
@@ -365,6 +363,8 @@ def main() -> None:
     parser.add_argument("--transformers", type=int, nargs="*", default=[], help="requests")
     parser.add_argument("--sampling", type=int, nargs="*", default=[], help="rows")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu needs a CUDA device")
     if asked.sampling:
         print(table(gpu_sampling.rows(asked.sampling)), flush=True)
     for num_requests in asked.transformers:

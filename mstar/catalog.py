@@ -57,6 +57,7 @@ def open_engine(
     deployment: "Deployment",
     *,
     dtype: str = "auto",
+    load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     on_loss: Callable[[str], object] | None = None,
 ) -> "EngineCore":
@@ -66,6 +67,7 @@ def open_engine(
         name: As for ``load_model``.
         deployment: The engine's numbers; its dtype is set from ``dtype``.
         dtype: As for ``load_model``.
+        load_format: As for ``load_model``.
         progress: As for ``load_model``.
         on_loss: Told, by a thread of its own, when one of several ranks ends unasked.
 
@@ -80,10 +82,23 @@ def open_engine(
             )
         from mstar.models.parallel import ranks  # noqa: PLC0415 - not before a model is to be loaded
 
-        return ranks.open_engine(name, deployment, dtype=dtype, progress=progress, on_loss=on_loss)
+        return ranks.open_engine(
+            name,
+            deployment,
+            dtype=dtype,
+            load_format=load_format,
+            progress=progress,
+            on_loss=on_loss,
+        )
     from mstar.engine.engine import EngineCore  # noqa: PLC0415
 
-    model, dtype = load_model(name, dtype=dtype, device=deployment.device, progress=progress)
+    model, dtype = load_model(
+        name,
+        dtype=dtype,
+        device=deployment.device,
+        load_format=load_format,
+        progress=progress,
+    )
     return EngineCore(model, replace(deployment, dtype=dtype))
 
 

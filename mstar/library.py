@@ -209,6 +209,7 @@ class Engine:
     Args:
         model: A folder, a GGUF file, a built-in name or a Hugging Face id.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        load_format: ``auto``, or ``dummy`` to draw weights for the model's config, for measuring.
         deployment: The engine's numbers; its dtype is set from ``dtype``.
         limits: What images and recordings may cost.
         progress: Called with layers loaded and layers in all.
@@ -225,12 +226,15 @@ class Engine:
         model: str,
         *,
         dtype: str = "auto",
+        load_format: str = "auto",
         deployment: Deployment | None = None,
         limits: MediaLimits | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         deployment = deployment or Deployment()
-        self.core = open_engine(model, deployment, dtype=dtype, progress=progress)
+        self.core = open_engine(
+            model, deployment, dtype=dtype, load_format=load_format, progress=progress
+        )
         loaded = self.core.model
         self.tokenizer, processor = load_prompting(locate(model))
         self._preparer = PromptPreparer(

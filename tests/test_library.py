@@ -320,3 +320,16 @@ def test_pieces_of_a_stream_are_its_text_and_what_is_beside_it(engine: Engine) -
     assert "".join(piece.text for piece in pieces) == stream.completion.text
     assert all(piece.text or piece.emitted for piece in pieces)
     assert list(stream.pieces()) == []
+
+
+def test_weights_may_be_drawn_for_a_config(model: Path) -> None:
+    numbers = Deployment(num_pages=32, max_model_len=128)
+    told = [
+        [engine.generate([18, 19], LONG)[0].token_ids for _ in range(2)]
+        for load_format in ("dummy", "dummy", "auto")
+        for engine in [Engine(str(model), load_format=load_format, deployment=numbers)]
+    ]
+    assert told[0] == told[1]
+    assert told[0] != told[2]
+    with pytest.raises(MstarError, match="load_format is 'fast'"):
+        Engine(str(model), load_format="fast")

@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 # Exit status of a user's mistake, as argparse has it.
 _EXIT_USER = 2
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {
+    "": 1,
+    **{unit: 10 ** (3 * power) for power, unit in enumerate("kmgt", 1)},
+    **{f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", 1)},
+}
 _SAMPLING_FLAGS = (
     "max_tokens",
     "temperature",
@@ -88,13 +92,14 @@ def parse_size(text: str) -> int:
     >>> parse_size("2GiB"), parse_size("500M"), parse_size("1024")
     (2147483648, 500000000, 1024)
     """
-    digits = text.strip().rstrip("bBiIkKmMgG")
+    digits = text.strip().rstrip("bBiIkKmMgGtT")
     unit = text.strip()[len(digits) :].lower().removesuffix("b")
     try:
         size = int(float(digits) * _UNITS[unit])
     except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; write bytes, or a number with K, M, G, KiB, MiB or GiB"
+            f"{text!r} is not a size; write bytes, or a number with K, M, G, T, KiB, MiB, GiB or "
+            "TiB"
         ) from None
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above zero")
@@ -279,7 +284,17 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="dtype of weights and KV cache (default: %(default)s)",
     )
-    add("--device", default="cpu", help="where the model runs (default: %(default)s)")
+    add(
+        "--load-format",
+        default="auto",
+        choices=("auto", "dummy"),
+        help="dummy: draw weights for the model's config, for measuring (default: %(default)s)",
+    )
+    add(
+        "--device",
+        default="cpu",
+        help="where the model runs: cpu, cuda, or cuda:N (default: %(default)s)",
+    )
     add("--seed", type=int, help="seed of everything that has no seed of its own")
     add(
         "--attention-backend",
@@ -421,6 +436,7 @@ def _engine_options(arguments: argparse.Namespace) -> "EngineOptions":
     return EngineOptions(
         model=arguments.model,
         dtype=arguments.dtype,
+        load_format=arguments.load_format,
         device=arguments.device,
         max_model_len=arguments.max_model_len,
         page_size=arguments.block_size,
@@ -507,7 +523,11 @@ def _load(arguments: argparse.Namespace) -> "Engine":
             bar.update(done - bar.n)
 
         engine = Engine(
-            arguments.model, dtype=options.dtype or "auto", deployment=deployment, progress=progress
+            arguments.model,
+            dtype=options.dtype or "auto",
+            load_format=options.load_format,
+            deployment=deployment,
+            progress=progress,
         )
     print(f"loaded {arguments.model} in {time.monotonic() - started:.1f} s", file=sys.stderr)
     return engine

@@ -51,9 +51,18 @@ class EngineCore:
                 raise ConfigError(
                     f"{name} is {getattr(deployment, name)}; it must lie between 1 and {most}"
                 )
+        memory.check_share(deployment.gpu_memory_utilization)
         check_graph(model.graph, model.encoders)
         self.model = model
         wanted = deployment.max_model_len or model.max_model_len
+        if wanted > model.max_model_len:
+            logger.warning(
+                "max_model_len is %d tokens and %s was made for %d: what it says behind them may "
+                "make no sense",
+                wanted,
+                model.name,
+                model.max_model_len,
+            )
         if memory.is_open(deployment):
             sized = replace(deployment, max_model_len=wanted)
             sized = memory.fit(sized, model.specs, partial(EngineCore, model), model.trial)

@@ -408,11 +408,10 @@ def deal(checkpoint: Checkpoint, shard: Shard, read: Read | None = None) -> Deco
 
 
 def _dealt(config: DecoderConfig, shard: Shard) -> DecoderConfig:
-    return replace(
-        config,
-        num_heads=shard.part_of(config.num_heads, "query heads"),
-        num_kv_heads=shard.part_of(config.num_kv_heads, "key heads"),
-    )
+    # What key heads are dealt out by fits the query heads, too.
+    num_kv_heads = shard.part_of(config.num_kv_heads, "key heads")
+    num_heads = shard.part_of(config.num_heads, "query heads")
+    return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 class _Weights(Weights):

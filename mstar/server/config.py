@@ -23,6 +23,8 @@ class EngineOptions:
     """Folder, file or known name of the checkpoint."""
     dtype: str | None = None
     """Name of a torch dtype, or ``None`` for the model's own."""
+    load_format: str = "auto"
+    """``dummy``: weights are drawn, for measuring."""
     device: str = "cpu"
     max_model_len: int | None = None
     """Prompt and output of one request together, in tokens."""

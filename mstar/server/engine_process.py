@@ -70,6 +70,7 @@ def load_engine(options: EngineOptions, progress: Callable[[str, float], None]) 
         options.model,
         options.deployment(dtype),
         dtype=dtype,
+        load_format=options.load_format,
         progress=layers,
         on_loss=_end_at_once,
     )

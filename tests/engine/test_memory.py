@@ -122,9 +122,11 @@ def test_a_step_that_does_not_run_is_an_error_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
-def test_a_share_that_is_none_is_an_error(share: float) -> None:
+def test_a_share_that_is_none_is_an_error(share: float, toy: DecoderModel) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         fitted(replace(GIVEN, gpu_memory_utilization=share), 0, 10**8)
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        EngineCore(toy, Deployment(gpu_memory_utilization=share))
 
 
 def test_a_model_without_a_cache_needs_no_trial() -> None:
@@ -169,3 +171,12 @@ def test_a_real_engine_runs_the_trial(toy: DecoderModel, changes: dict[str, int]
     out = fit(deployment, toy.specs, start, toy.trial, measure)
     assert out.num_pages is not None
     assert out.num_pages > 100
+
+
+def test_a_context_beyond_the_models_is_told(
+    toy: DecoderModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    EngineCore(toy, Deployment(max_model_len=toy.max_model_len))
+    assert not caplog.records
+    EngineCore(toy, Deployment(max_model_len=toy.max_model_len + 1))
+    assert f"was made for {toy.max_model_len}" in caplog.text

@@ -53,5 +53,5 @@ def test_size_that_does_not_fit_the_model_ends_with_one_clear_line(tiny: TinyMod
         assert server.process.wait(timeout=60) == 2
     finally:
         server.close()
-    assert "the model has 2 query heads, which cannot be dealt out evenly" in server.log
+    assert "the model has 2 key heads, which cannot be dealt out evenly" in server.log
     assert "Traceback" not in server.log

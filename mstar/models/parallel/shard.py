@@ -43,7 +43,7 @@ class Shard:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ConfigError(
                 f"tensor_parallel_size is {self.size} and the model has {count} {what}, which "
-                f"cannot be dealt out evenly; choose one of {fitting}"
+                f"cannot be dealt out evenly; it may be {fitting}"
             )
         return count // self.size
 
