@@ -2,10 +2,9 @@
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -84,8 +83,8 @@ class OnnxSession:
         source: The file, or its bytes where they were changed after reading.
         threads: Threads of one run; ``None``: as many as torch takes.
         name: Of the graph, for messages; ``None``: the file's.
-        side_by_side: Where several runs are asked for, have two at a time, each with half of the
-            threads, which takes less time than one after the other; holds the graph twice.
+        side_by_side: Where several runs are asked for, have two at a time, which takes less time
+            than one after the other: one computes while the other waits for its slower thread.
 
     Raises:
         UnsupportedError: If ONNX Runtime is not installed, or the graph has an input or output
@@ -105,12 +104,10 @@ class OnnxSession:
         threads = _torch_threads() if threads is None else threads
         self.num_at_once = 2 if side_by_side and threads > 1 else 1
         """Runs that may go on at the same time."""
+        # Operators are cut up by the session's threads, which decides how sums round: runs side by
+        # side share a session, so that each gives what it gives alone.
         self._session = self._load(source, threads)
-        self._shared: Any = None
-        if self.num_at_once > 1:
-            # Each run computes on the thread that asks for it, too.
-            self._shared = self._load(source, threads - 1)
-            self._lanes = ThreadPoolExecutor(self.num_at_once, thread_name_prefix=self.name)
+        self._lanes = ThreadPoolExecutor(self.num_at_once, thread_name_prefix=self.name)
         self.inputs = tuple(map(self._port, self._session.get_inputs()))
         self.outputs = tuple(map(self._port, self._session.get_outputs()))
 
@@ -155,9 +152,6 @@ class OnnxSession:
         Raises:
             RuntimeError: If the run fails inside ONNX Runtime; says why.
         """
-        return self._run(self._session, feeds)
-
-    def _run(self, session: Any, feeds: Feeds) -> Fetched:
         names = {port.name for port in self.inputs}
         assert names == set(feeds), f"{self.name} takes {sorted(names)}, not {sorted(feeds)}"
         for port in self.inputs:
@@ -167,7 +161,7 @@ class OnnxSession:
                 f"not {given.dtype} of shape {given.shape}"
             )
         try:
-            found = session.run(None, dict(feeds))
+            found = self._session.run(None, dict(feeds))
         except Exception as error:
             raise RuntimeError(f"{self.name} failed: {error!s:.300}") from error
         return {port.name: array for port, array in zip(self.outputs, found, strict=True)}
@@ -190,15 +184,12 @@ class OnnxSession:
         for place, feeds in enumerate(many):
             groups[_likeness(feeds, stacked) if stacked else place].append(place)
         joined = [_joined([many[place] for place in places], stacked) for places in groups.values()]
+        is_shared = self.num_at_once > 1 and len(joined) > 1
+        each = self._lanes.map(self.run, joined) if is_shared else map(self.run, joined)
         found: dict[int, Fetched] = {}
-        for places, fetched in zip(groups.values(), self._run_each(joined), strict=True):
+        for places, fetched in zip(groups.values(), each, strict=True):
             found |= zip(places, _cut(fetched, len(places)), strict=True)
         return [found[place] for place in range(len(many))]
-
-    def _run_each(self, runs: list[Feeds]) -> Iterable[Fetched]:
-        if self._shared is None or len(runs) == 1:
-            return map(self.run, runs)
-        return self._lanes.map(partial(self._run, self._shared), runs)
 
 
 class OnnxNode(Node):
