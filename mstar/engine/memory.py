@@ -14,7 +14,7 @@ from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.config import KVSpec
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spec import NodeResourceSpec
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, MstarError
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def fit(
         measure: Returns free and all memory of the device, in bytes.
 
     Raises:
-        ConfigError: If the share of memory is no share, or leaves no room for pages.
+        ConfigError: If the share of memory is no share, or leaves no room for pages, or the other
+            numbers for a trial.
     """
     share = deployment.gpu_memory_utilization
     check_share(share)
@@ -147,7 +148,13 @@ def _try_out(
     for length in (longest - 1, max(min(budget // num_seqs, longest - 1), 1)):
         count = max(min(budget // length, num_seqs), 1)
         for place in range(count):
-            engine.add_request(ask(f"{length}.{place}", length, _LARGEST))
+            try:
+                engine.add_request(ask(f"{length}.{place}", length, _LARGEST))
+            except MstarError as error:
+                raise ConfigError(
+                    f"the model cannot be tried out with max_model_len {deployment.max_model_len} "
+                    f"and max_num_batched_tokens {budget}: {error}; raise them"
+                ) from error
         while engine.has_work:
             failures = [output.error for output in engine.step() if output.error is not None]
             if failures:

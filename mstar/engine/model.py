@@ -74,9 +74,10 @@ class Model(ABC):
         return ()
 
     def trial(self, request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
-        """Return a request that takes the memory of any with so many tokens in its prompt.
+        """Return a request that takes what its decoder needs for so many tokens of prompt.
 
-        Where a model's prompts are shorter, so is this one.
+        Where a model's prompts are shorter, so is this one. What encoders and pixel decoders need
+        is left to the share of memory that is kept free.
         """
         return PreparedRequest(request_id=request_id, token_ids=[0] * num_tokens, params=params)
 

@@ -74,6 +74,8 @@ TRANSCRIPT = "transcript"
 """Name of what is emitted: one for each stretch of speech."""
 
 _ENCODER, _DECODER, _CROSS = "encoder", "decoder", "cross_attention"
+_NUM_OWN_IDS = 5
+"""Ids of a window's prompt beside what was said before, at most."""
 _NO_TEXT = "this model writes down one recording and takes no other prompt; ask for a transcription"
 _DETECT, _WRITE = "detect", "write"
 """Walks: ask for the language, and write down one window."""
@@ -271,7 +273,7 @@ class WhisperModel(Model):
             num_frames=num_frames,
             stop_frame=num_frames,
             language=min(self.tokens.languages.values(), default=None),
-            previous=[0] * num_tokens,
+            previous=[0] * max(0, num_tokens - _NUM_OWN_IDS),
         )
         silence = np.zeros((self.config.num_mel_bins, num_frames), np.float32)
         inputs = {"features": from_numpy(silence), "start": from_numpy(np.zeros(1, np.int64))}

@@ -8,7 +8,7 @@ import pytest
 from mstar.engine.engine import EngineCore
 from mstar.engine.memory import fit
 from mstar.engine.resources.base import Deployment
-from mstar.errors import RequestError
+from mstar.errors import ConfigError, RequestError
 from tests.laws.families import family_of
 from tests.laws.watching import PAGE_SIZE, Desk
 from tests.models.whisper_folder import ENGLISH, FRAMES, GERMAN
@@ -64,5 +64,9 @@ def test_a_trial_takes_the_largest_steps_and_ends() -> None:
         assert counted.generation_tokens > 0
         return 10**9, 10**9
 
-    wanted = Deployment(max_model_len=model.max_model_len, max_num_seqs=3, page_size=PAGE_SIZE)
-    assert (fit(wanted, model.specs, start, model.trial, measure).num_pages or 0) > 100
+    for max_model_len in (model.max_model_len, 20, 8):
+        wanted = Deployment(max_model_len=max_model_len, max_num_seqs=3, page_size=PAGE_SIZE)
+        assert (fit(wanted, model.specs, start, model.trial, measure).num_pages or 0) > 100
+    wanted = Deployment(max_model_len=2, max_num_seqs=3, page_size=PAGE_SIZE)
+    with pytest.raises(ConfigError, match="max_model_len 2 "):
+        fit(wanted, model.specs, start, model.trial, measure)

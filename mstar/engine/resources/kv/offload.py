@@ -194,7 +194,6 @@ class Offload:
         for page, names in self._index.items():
             if not self.tiers.wait_room(deadline - time.monotonic()):
                 break
-            (image,) = self._transfer.read([page])
-            self._put(page, names, image)
+            self._put(page, names, next(self._transfer.read([page])))
         self.tiers.close(timeout=max(0.0, deadline - time.monotonic()))
         self._transfer.close()

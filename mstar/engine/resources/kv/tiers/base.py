@@ -67,8 +67,9 @@ class Evicted(NamedTuple):
 
     names: tuple[Name, ...]
     """All names by which the tier knew it."""
-    image: Image
-    """Valid until the next ``put`` or ``clear`` of the tier; not to be written to."""
+    image: Source
+    """Valid until the next ``put`` or ``clear`` of the tier; not to be written to. As it was put,
+    where the tier had no room at all."""
 
 
 class Change(NamedTuple):

@@ -74,7 +74,7 @@ class HostTier(Tier):
         return self._found.keys()
 
     def put(self, names: Sequence[Name], image: Source) -> list[Evicted]:
-        """Keep a copy of ``image``; at most one image falls out for it."""
+        """Keep a copy of ``image``; one image falls out for it, or itself where memory is short."""
         self._check_page(names, image)
         fresh = []
         for name in names:
@@ -84,8 +84,10 @@ class HostTier(Tier):
                 self._names.move_to_end(found[0])
         if not fresh:
             return []
+        fallen = []
         if not self._free and not self._grow():
             self.counts.dropped += 1
+            fallen.append(Evicted(tuple(fresh), image))
         else:
             place = self._free.pop()
             arrived = begin_copy(image, self._image(place))
@@ -96,7 +98,9 @@ class HostTier(Tier):
                 self._found[key] = (place, num_slots)
             self.counts.written += 1
             self._note("stored", tuple(key for key, _ in fresh))
-        return [self._evict()] if len(self._names) > self.max_pages else []
+        if len(self._names) > self.max_pages:
+            fallen.append(self._evict())
+        return fallen
 
     def get(self, key: bytes) -> tuple[int, Image] | None:
         """Return the valid slots and the image of ``key``."""

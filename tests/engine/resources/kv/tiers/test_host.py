@@ -85,10 +85,15 @@ def test_tier_settles_for_the_memory_there_is(
     monkeypatch.setattr(torch, "empty", limited)
     tier = HostTier(100 * PAGE_NBYTES, PAGE_NBYTES)
     pages = {name_of(page): page for page in range(20)}
+    fallen = []
     for name, page in pages.items():
         for evicted in tier.put([name], image_of(page)):
+            assert isinstance(evicted.image, np.ndarray)
             assert (evicted.image == image_of(pages[evicted.names[0]])).all()
+            fallen.append(evicted.names[0])
         tier.check()
+    # What finds no room goes on to the next tier, like what falls out.
+    assert {*fallen, *(name for name in pages if name.key in tier)} == set(pages)
     assert len(tier) == max(0, 4 * num_chunks - 1) == tier.max_pages
     assert tier.counts.written + tier.counts.dropped == 20
     assert "can't allocate" in caplog.text
@@ -135,6 +140,7 @@ class HostMachine(RuleBasedStateMachine):
             expected.append(self.order.popitem(last=False)[1])
         assert [list(gone.names) for gone in evicted] == [gone[1] for gone in expected]
         for gone, (gone_page, _) in zip(evicted, expected, strict=True):
+            assert isinstance(gone.image, np.ndarray)
             assert (gone.image == image_of(gone_page)).all()
 
     @rule(page=st.integers(0, 9), num_slots=st.sampled_from([16, 5, 9]))
