@@ -346,10 +346,11 @@ def tier_rows(num_shared: int, given: dict[str, Any]) -> list[dict[str, object]]
 
 def main() -> None:
     """Print the tables."""
+    suited = Deployment(device="cuda")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention-backend")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--page-size", type=int, default=suited.page_size)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=suited.max_num_batched_tokens)
     parser.add_argument("--kv-cache-gib", type=int, help="default: what is left of the memory")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")

@@ -322,9 +322,24 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of prompt and answer together (default: what the model and the cache allow)",
     )
-    add("--max-num-seqs", type=at_least(1), metavar="N", help="requests that run at once")
-    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help="tokens of one step")
-    add("--block-size", type=at_least(1), metavar="N", help="tokens of one KV page")
+    add(
+        "--max-num-seqs",
+        type=at_least(1),
+        metavar="N",
+        help="requests that run at once (default: 64, on a GPU 256)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=at_least(1),
+        metavar="N",
+        help="tokens of one step (default: 2048, on a GPU 8192)",
+    )
+    add(
+        "--block-size",
+        type=at_least(1),
+        metavar="N",
+        help="tokens of one KV page (default: 16, on a GPU 64)",
+    )
     add(
         "--num-gpu-blocks-override",
         "--num-pages",

@@ -42,8 +42,8 @@ def test_numbers_that_were_left_open_are_settled(toy: DecoderModel) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_num_seqs": -1}, "max_num_seqs is -1"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
         ({"page_size": -1}, "page_size is -1"),
         ({"max_num_seqs": 10**12}, r"max_num_seqs is 1000000000000; .* 65536"),
         ({"num_pages": 10**12}, r"of 1000000000000 pages takes \d+\.\d GiB on cpu"),

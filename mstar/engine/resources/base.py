@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from mstar.engine.resources.spans import Span
@@ -37,21 +37,37 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 """Where nothing says how much memory KV pages may take."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Numbers that suit a kind of device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+
+
+_SIZES = {"cpu": _Sizes(64, 2048, 16), "cuda": _Sizes(256, 8192, 64)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The numbers of one engine that resources are built with."""
+    """The numbers of one engine that resources are built with.
+
+    Where a number is said to suit the device, 0 becomes what is measured to be fast there, first on
+    a CPU and then on a GPU.
+    """
 
     device: str = "cpu"
     dtype: str = "float32"
     """Name of the model's torch dtype."""
-    max_num_seqs: int = 64
-    """Streams that may be open at once, in requests."""
-    max_num_batched_tokens: int = 2048
-    """Tokens of one step, at most."""
+    max_num_seqs: int = 0
+    """Streams that may be open at once, in requests; 0 suits the device: 64, 256."""
+    max_num_batched_tokens: int = 0
+    """Tokens of one step, at most; 0 suits the device: 2,048, 8,192."""
     max_model_len: int = 0
     """Tokens of prompt and output of one request, at most; 0 takes what model and pool allow."""
-    page_size: int = 16
-    """Slots of one KV page, in tokens."""
+    page_size: int = 0
+    """Slots of one KV page, in tokens; 0 suits the device: 16, 64."""
     kv_cache_bytes: int | None = None
     """Memory for all KV pages, in bytes, where ``num_pages`` is not given; ``None``: what is left
     of ``gpu_memory_utilization`` on a GPU, ``DEFAULT_KV_CACHE_BYTES`` elsewhere."""
@@ -82,6 +98,12 @@ class Deployment:
     """Ranks that share the model, a device each."""
     clock: Callable[[], float] = time.monotonic
     """Time by which pages are protected, in seconds; the same on all ranks."""
+
+    def __post_init__(self) -> None:
+        suited = _SIZES["cuda" if self.device.startswith("cuda") else "cpu"]
+        for own in fields(suited):
+            if not getattr(self, own.name):
+                object.__setattr__(self, own.name, getattr(suited, own.name))
 
 
 class Naming:
