@@ -111,6 +111,10 @@ class Checkpoint:
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
+    def stored_as(self, name: str) -> str:
+        """Return what a tensor is called in its file."""
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape.
 

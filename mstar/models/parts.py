@@ -66,11 +66,11 @@ class PartCheckpoint(Checkpoint):
         Raises:
             WeightsError: If there is no such tensor.
         """
-        return self._whole.shape(self._stored_as(name))
+        return self._whole.shape(self.stored_as(name))
 
     def tensor(self, name: str, shape: tuple[int, ...] | Any | None = None) -> Tensor:
         """Read a tensor; see ``Checkpoint.tensor``."""
-        return self._whole.tensor(self._stored_as(name), shape)
+        return self._whole.tensor(self.stored_as(name), shape)
 
     def begin_fingerprint(self, cache_dir: Path | None = None) -> None:
         """Begin to name the content of the whole."""
@@ -79,6 +79,11 @@ class PartCheckpoint(Checkpoint):
     def fingerprint(self, cache_dir: Path | None = None) -> bytes | None:
         """Return the content name of the whole, all its parts included."""
         return self._whole.fingerprint(cache_dir)
+
+    def stored_as(self, name: str) -> str:
+        """Return the name in the whole of a tensor, there or not."""
+        found = self._full(name)
+        return next((full for full in found if full in self._whole), (found or [name])[0])
 
     def owns(self, name: str) -> bool:
         """Tell whether a tensor of the whole, by its name there, belongs to the part."""
@@ -98,10 +103,6 @@ class PartCheckpoint(Checkpoint):
             if name.startswith(short)
         ]
         return [full for full in found if self._own(full) == name]
-
-    def _stored_as(self, name: str) -> str:
-        found = self._full(name)
-        return next((full for full in found if full in self._whole), (found or [name])[0])
 
 
 def with_encoder(

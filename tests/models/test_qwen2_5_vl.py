@@ -396,7 +396,7 @@ def test_tensor_without_a_place_is_refused(folder: Path, tmp_path: Path) -> None
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "visual.extra": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").symlink_to(folder / "config.json")
-    with pytest.raises(WeightsError, match=r"1 tensors have no place .* 'extra'"):
+    with pytest.raises(WeightsError, match=r"1 tensors have no place .* 'visual.extra'"):
         load_model(str(tmp_path))
 
 

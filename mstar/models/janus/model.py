@@ -34,7 +34,7 @@ from mstar.engine.resources.sampler.config import (
 from mstar.engine.resources.sampler.manager import SamplerPlan
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep, Segment
-from mstar.errors import RequestError, WeightsError
+from mstar.errors import RequestError
 from mstar.models import decoder
 from mstar.models.base import Description, TextModel
 from mstar.models.checkpoint import Checkpoint
@@ -57,6 +57,7 @@ from mstar.models.janus.config import (
 from mstar.models.janus.vq import Take, VQDecoder, to_levels
 from mstar.models.linear import Linear
 from mstar.models.parts import ENCODER, PartCheckpoint
+from mstar.models.weight_taking import Weights
 
 _PAINTER, _PIXELS = "painter", "pixels"
 _SAMPLER = "image_sampler"
@@ -65,8 +66,8 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
-# What a checkpoint has beside the parts that are used: the way from pixels to codes.
-_UNUSED = ("vqmodel.encoder.", "vqmodel.quant_conv.")
+# What a checkpoint has beside the pictures' part: the text's, and the way from pixels to codes.
+_UNUSED = r"(model|lm_head)\..*|vqmodel\.(encoder|quant_conv)\..*"
 _TEXT = {"model.language_model.": "model.", "lm_head.": "lm_head."}
 _REST = {"model.": ""}
 
@@ -480,33 +481,6 @@ def describe(checkpoint: Checkpoint) -> Description:
     return _described(text, config, int(config.text["hidden_size"]))
 
 
-class _Tensors:
-    """Takes the tensors that are not the language model's, and knows which nobody took."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self._part = PartCheckpoint(checkpoint, {**_REST, **_TEXT}, {})
-        self._dtype = dtype
-        self._device = device
-        self._left = {
-            name[len("model.") :]
-            for name in checkpoint.names()
-            if name.startswith("model.") and not name.startswith(tuple(_TEXT))
-        }
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        self._left.discard(name)
-        return self._part.tensor(name, shape).to(self._device, self._dtype)
-
-    def finish(self) -> None:
-        """Refuse a checkpoint with tensors that nothing used: they would change the answer."""
-        left = sorted(name for name in self._left if not name.startswith(_UNUSED))
-        if left:
-            raise WeightsError(
-                f"{self._part.path}: {len(left)} tensors have no place in a Janus, among them "
-                f"'model.{left[0]}'"
-            )
-
-
 def load(
     checkpoint: Checkpoint,
     *,
@@ -532,13 +506,13 @@ def load(
     )
     (backbone,) = text.nodes.values()
     assert isinstance(backbone, JanusDecoder), type(backbone).__name__
-    tensors = _Tensors(checkpoint, dtype, device)
+    weights = Weights(PartCheckpoint(checkpoint, {**_REST, **_TEXT}, {}), dtype, device)
     hidden_size, first_code = text.config.hidden_size, text.vocab_size
-    encoder = JanusEncoder(config.vision, hidden_size, tensors.take)
+    encoder = JanusEncoder(config.vision, hidden_size, weights.take)
     painter = JanusPainter(
-        backbone, config, first_code=first_code, hidden_size=hidden_size, take=tensors.take
+        backbone, config, first_code=first_code, hidden_size=hidden_size, take=weights.take
     )
-    vq = VQDecoder(config.vq, lambda key, *shape: tensors.take(f"vqmodel.{key}", *shape))
-    tensors.finish()
+    vq = VQDecoder(config.vq, lambda key, *shape: weights.take(f"vqmodel.{key}", *shape))
+    weights.finish(_UNUSED, "a Janus")
     pixels = JanusPixels(vq, image_settings(checkpoint.path), first_code, device)
     return JanusModel(text, config, encoder=encoder, painter=painter, pixels=pixels)
