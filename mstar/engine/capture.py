@@ -267,13 +267,14 @@ class Recorder:
         if pieces is None or len(batch.yielding) > pieces.num_rows:
             return None
         plans = self._plan_pieces(pieces.size, step)
-        pieces.fill(batch.token_ids(), batch.last_rows(), plans[place.kv].slots)
+        rows = batch.last_rows()
+        pieces.fill(batch.token_ids(), rows, plans[place.kv].slots)
         self._sent.set()
-        rows = pieces.run(plans[place.attention], count)
+        out = pieces.run(plans[place.attention], count, rows)
         self.num_pieced += 1
         if not batch.yielding:
             return NodeOutput(token_ids=())
-        return self._node.launch(rows[: len(batch.yielding)], plans).fetch()
+        return self._node.launch(out[: len(batch.yielding)], plans).fetch()
 
     def _plan_pieces(self, size: int, step: NodeStep) -> dict[str, Any]:
         """Return the plans of a step, the positions filled up to ``size`` tokens."""

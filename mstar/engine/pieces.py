@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from mstar.engine.resources.attention.base import AttentionPlan
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVPlan
 from mstar.engine.resources.mirror import Mirror
 
+_Int64 = npt.NDArray[np.int64]
 Compute = Callable[[Tensor, Mapping[str, Any], Tensor], Tensor]
 """Returns what a step gives for ids, plans, and the rows that are wanted of it."""
 
@@ -60,6 +63,8 @@ class _Break:
     """``[size, num_qo_heads, head_dim]``: written by the graph."""
     attended: Tensor
     """The same shape: read by the next one."""
+    is_last: bool
+    """The rows that are wanted attend alone, ``[num_rows, ...]``."""
 
 
 class _Warming(AttentionPlan):
@@ -68,6 +73,9 @@ class _Warming(AttentionPlan):
     def run(self, layer: int, query: Tensor) -> Tensor:
         return torch.zeros_like(query)
 
+    def of_last(self, rows: npt.NDArray[np.int64]) -> AttentionPlan:
+        return self
+
 
 class _Breaking(AttentionPlan):
     """Stands in for attention while a step is recorded: one graph ends and the next begins."""
@@ -75,6 +83,7 @@ class _Breaking(AttentionPlan):
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._attended: Tensor | None = None
+        self._is_last = False
         self.graph = self._begin()
         """The one that is being recorded."""
         self.breaks: list[_Break] = []
@@ -91,9 +100,21 @@ class _Breaking(AttentionPlan):
         if self._attended is None or self._attended.shape != query.shape:
             self._attended = torch.zeros_like(query)
         attended = self._attended
-        self.breaks.append(_Break(graph=self.graph, layer=layer, query=query, attended=attended))
+        self.breaks.append(
+            _Break(
+                graph=self.graph,
+                layer=layer,
+                query=query,
+                attended=attended,
+                is_last=self._is_last,
+            )
+        )
         self.graph = self._begin()
         return attended
+
+    def of_last(self, rows: npt.NDArray[np.int64]) -> AttentionPlan:
+        self._is_last = True
+        return self
 
 
 class Pieces:
@@ -147,12 +168,12 @@ class Pieces:
         torch.cuda.synchronize()
         self._breaks, self._last = breaking.breaks, breaking.graph
 
-    def fill(self, ids: Any, rows: Any, slots: Tensor) -> None:
+    def fill(self, ids: _Int64, rows: _Int64, slots: Tensor) -> None:
         """Bring a step's numbers to where the graphs read them; nobody else writes them now.
 
         Args:
-            ids: int64 ``[num_tokens]``, on the CPU.
-            rows: int64 ``[num_yielding]``, on the CPU.
+            ids: ``[num_tokens]``.
+            rows: ``[num_yielding]``.
             slots: int64 ``[num_tokens]``, on the device.
         """
         count = len(ids)
@@ -163,10 +184,18 @@ class Pieces:
         self._slots[:count] = slots
         self._slots[count:].zero_()
 
-    def run(self, attention: AttentionPlan, num_tokens: int) -> Tensor:
-        """Queue the step that was filled in, and return its output ``[num_rows, ...]``."""
+    def run(self, attention: AttentionPlan, num_tokens: int, rows: _Int64) -> Tensor:
+        """Queue the step that was filled in, and return its output ``[num_rows, ...]``.
+
+        Args:
+            attention: The step's.
+            num_tokens: Of the step.
+            rows: As in ``fill``.
+        """
         for piece in self._breaks:
             piece.graph.replay()
+            if piece.is_last:
+                attention, num_tokens = attention.of_last(rows), len(rows)
             attended = attention.run(piece.layer, piece.query[:num_tokens])
             piece.attended[:num_tokens] = attended
         assert self._last is not None, "nothing was recorded"

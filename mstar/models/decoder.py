@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -55,6 +57,20 @@ class _Layer:
     gate_up: Linear
     down: Linear
     mlp_out_norm: RMSNorm | None
+
+
+class Rows(NamedTuple):
+    """Tokens of a step whose output is wanted, each the last of its segment."""
+
+    tensor: Tensor
+    """int64 ``[num_rows]``, on the device: their numbers among all tokens."""
+    array: npt.NDArray[np.int64]
+    """The same on the CPU; a recording, of which they are no part, has none."""
+
+    @classmethod
+    def of(cls, array: npt.NDArray[np.int64], device: torch.device) -> Self:
+        """Return rows by their numbers."""
+        return cls(torch.from_numpy(array).to(device), array)
 
 
 def _output(sampled: Sampled) -> NodeOutput:
@@ -122,7 +138,7 @@ class DecoderNode(SelectingNode):
         ids = torch.from_numpy(batch.token_ids()).to(self._embedding.device, non_blocking=True)
         rows = None
         if len(batch.yielding) != len(ids):
-            rows = torch.from_numpy(batch.last_rows()).to(ids.device)
+            rows = Rows.of(batch.last_rows(), ids.device)
         x = self.embed(ids, batch, plans)
         hidden = self.hidden(x, kv, plans["position"], plans["attention"], rows)
         if not batch.yielding:
@@ -138,7 +154,9 @@ class DecoderNode(SelectingNode):
     def compute_rows(self, ids: Tensor, plans: Mapping[str, Any], rows: Tensor) -> Tensor:
         """Return the logits behind some tokens."""
         x = self.embed_ids(ids)
-        return self.logits(self.hidden(x, plans["kv"], plans["position"], plans["attention"], rows))
+        wanted = Rows(rows, np.empty(0, np.int64))
+        kv, position, attention = (plans[key] for key in ("kv", "position", "attention"))
+        return self.logits(self.hidden(x, kv, position, attention, wanted))
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         """Return ``[num_tokens, hidden_size]``: the rows of ids, scaled as the family has it."""
@@ -162,7 +180,7 @@ class DecoderNode(SelectingNode):
         kv: KVPlan,
         position: PositionPlan,
         attention: AttentionPlan,
-        rows: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> Tensor:
         """Write the KV of all tokens and return the last layer's output.
 
@@ -171,8 +189,8 @@ class DecoderNode(SelectingNode):
             kv: Where the tokens are written.
             position: Their positions.
             attention: What they attend to.
-            rows: int64 ``[num_rows]``, the tokens whose output is wanted; ``None``: all. The rest
-                need no more of the last layer than their KV.
+            rows: The tokens whose output is wanted; ``None``: all. The rest need no more of the
+                last layer than their KV.
 
         Returns:
             ``[num_rows, hidden_size]``.
@@ -190,10 +208,12 @@ class DecoderNode(SelectingNode):
                     qkv[:, num_heads:num_rotated].contiguous()
                 )
             query = rotate_and_store(qkv, num_heads, position, kv, index)
-            attended = attention.run(index, query).flatten(1)
             if rows is not None and layer is self._layers[-1]:
-                attended, x = attended[rows], x[rows]
-            out = layer.output(attended)
+                x, query = x[rows.tensor], query[rows.tensor]
+                if not len(x):
+                    return x
+                attention = attention.of_last(rows.array)
+            out = layer.output(attention.run(index, query).flatten(1))
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
             out = layer.down(gated(layer.gate_up(layer.mlp_norm.add(x, out)), activation))

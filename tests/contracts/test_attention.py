@@ -2,8 +2,10 @@
 
 import importlib
 import random
+from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -110,6 +112,12 @@ class Step:
         ]
         return torch.from_numpy(np.concatenate(rows))
 
+    def last_rows(self, segments: Iterable[int]) -> npt.NDArray[np.int64]:
+        """Return where the last tokens of segments stand, of those that have any."""
+        lens = self.plan.qo_lens
+        chosen = [i for i in sorted(segments) if lens[i]]
+        return (self.plan.qo_indptr[1:][chosen] - 1).astype(np.int64)
+
 
 def backends() -> list[str]:
     """The backends of this machine, the compiled one once for each level it has."""
@@ -180,10 +188,21 @@ def test_random_steps_agree_with_the_formula(name: str, seed: int) -> None:
     shape = (6, 2, 16, order.choice([1, 4, 16]))
     step = Step(tuple(lens), shape, torch.float32, seed, rules)
     is_causal = tuple(order.random() < 0.8 for _ in lens)
-    out = build(name, step).plan(step.plan, is_causal).run(0, step.query)
-    torch.testing.assert_close(
-        out.double(), step.expected(0, is_causal), rtol=0, atol=ATTENTION[torch.float32]
-    )
+    plan = build(name, step).plan(step.plan, is_causal)
+    expected, atol = step.expected(0, is_causal), ATTENTION[torch.float32]
+    out = plan.run(0, step.query)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    rows = step.last_rows(order.sample(range(len(lens)), order.randrange(len(lens) + 1)))
+    alone = plan.of_last(rows).run(0, step.query[rows])
+    torch.testing.assert_close(alone.double(), expected[rows], rtol=0, atol=atol)
+
+
+def test_only_the_last_tokens_of_segments_attend_alone() -> None:
+    step = Step(((2, 9), (0, 4), (3, 33)), (4, 2, 16, 4), torch.float32)
+    assert step.last_rows([2, 1, 0]).tolist() == [1, 4]
+    plan = build("eager", step).plan(step.plan, (True, True, True))
+    with pytest.raises(AssertionError, match=r"rows \[3\] of segments that end at \[4\]"):
+        plan.of_last(np.array([3]))
 
 
 @pytest.mark.parametrize("name", backends())

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -32,15 +34,20 @@ NUMBERS = Deployment(
 class Padded(AttentionPlan):
     """Attention of a step's own rows among those of a recording."""
 
-    def __init__(self, plan: AttentionPlan, num_tokens: int) -> None:
+    def __init__(self, plan: AttentionPlan, num_tokens: int, rows: npt.NDArray[np.int64]) -> None:
         self._plan = plan
         self._num_tokens = num_tokens
+        self._rows = rows
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         # What was attended to by steps before must not matter.
         attended = torch.full_like(query, 7.0)
         attended[: self._num_tokens] = self._plan.run(layer, query[: self._num_tokens].contiguous())
         return attended
+
+    def of_last(self, rows: npt.NDArray[np.int64]) -> AttentionPlan:
+        assert not len(rows), "a recording knows nothing of the step"
+        return Padded(self._plan.of_last(self._rows), len(self._rows), self._rows)
 
 
 class CpuPieces(Pieces):
@@ -52,11 +59,11 @@ class CpuPieces(Pieces):
         super().__init__(size, num_rows, CPU)
         self._node = node
 
-    def run(self, attention: AttentionPlan, num_tokens: int) -> Tensor:
+    def run(self, attention: AttentionPlan, num_tokens: int, rows: npt.NDArray[np.int64]) -> Tensor:
         plans = {
             **self.plans,
             "kv": replace(self.plans["kv"], slots=self._slots),
-            "attention": Padded(attention, num_tokens),
+            "attention": Padded(attention, num_tokens, rows),
         }
         return self._node.compute_rows(self._ids.tensor, plans, self._rows.tensor)
 

@@ -38,7 +38,7 @@ from mstar.errors import RequestError
 from mstar.models import decoder
 from mstar.models.base import Description, TextModel
 from mstar.models.checkpoint import Checkpoint
-from mstar.models.decoder import DecoderModel, Progress
+from mstar.models.decoder import DecoderModel, Progress, Rows
 from mstar.models.items import ItemDecoderNode, item_of, tensor_of
 from mstar.models.janus.config import (
     GUIDANCE,
@@ -267,7 +267,7 @@ class JanusPainter(Node):
         main, free = batch.token_ids(), batch.token_ids(UNGUIDED)
         x = self.embed(torch.from_numpy(np.concatenate((main, free))).to(device))
         last = batch.last_rows()
-        rows = torch.from_numpy(np.concatenate((last, last + len(main)))).to(device)
+        rows = Rows.of(np.concatenate((last, last + len(main))), device)
         kv, position, attention = (plans[key] for key in ("kv", "position", "attention"))
         hidden = self._backbone.hidden(x, kv, position, attention, rows)
         if not batch.yielding:

@@ -28,6 +28,14 @@ class AttentionPlan(ABC):
             A new tensor of the query's shape and dtype.
         """
 
+    @abstractmethod
+    def of_last(self, rows: npt.NDArray[np.int64]) -> "AttentionPlan":
+        """Return the plan in which some tokens attend alone; this one runs no more.
+
+        Args:
+            rows: ``[num_rows]``, ascending: tokens among all ``T``, each the last of its segment.
+        """
+
 
 class AttentionBackend(ABC):
     """One implementation of attention over a paged cache.
@@ -76,6 +84,23 @@ class AttentionBackend(ABC):
             is_causal: One a segment.
         """
         return None
+
+
+class BackendPlan(AttentionPlan):
+    """The plan of a backend.
+
+    Args:
+        backend: What planned it.
+        kv_plan: The step.
+    """
+
+    def __init__(self, backend: AttentionBackend, kv_plan: KVPlan) -> None:
+        self._backend = backend
+        self._kv_plan = kv_plan
+
+    def of_last(self, rows: npt.NDArray[np.int64]) -> AttentionPlan:
+        """Plan anew: a token that stands last sees all slots, causal or not."""
+        return self._backend.plan(self._kv_plan.of_last(rows), (True,) * len(rows))
 
 
 def first_slots(kv_plan: KVPlan, window: int | None) -> npt.NDArray[np.int64]:

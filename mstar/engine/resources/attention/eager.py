@@ -6,17 +6,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan, slots_of
+from mstar.engine.resources.attention.base import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendPlan,
+    slots_of,
+)
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 
 
-class EagerPlan(AttentionPlan):
+class EagerPlan(BackendPlan):
     """A step's segments and the slots they see."""
 
-    def __init__(self, config: AttentionConfig, kv_plan: KVPlan, is_causal: Sequence[bool]) -> None:
-        self._config = config
-        self._kv_plan = kv_plan
+    def __init__(
+        self, backend: AttentionBackend, kv_plan: KVPlan, is_causal: Sequence[bool]
+    ) -> None:
+        super().__init__(backend, kv_plan)
+        self._config = backend.config
         self._is_causal = is_causal
 
     def run(self, layer: int, query: Tensor) -> Tensor:
@@ -73,4 +80,4 @@ class Backend(AttentionBackend):
 
     def plan(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan:
         """Keep the step as it is."""
-        return EagerPlan(self.config, kv_plan, is_causal)
+        return EagerPlan(self, kv_plan, is_causal)

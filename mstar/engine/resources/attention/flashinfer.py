@@ -11,7 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
+from mstar.engine.resources.attention.base import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendPlan,
+)
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
 from mstar.engine.resources.attention.sdpa import SdpaPlan
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
@@ -128,7 +132,7 @@ def _group(kind: str, kv_plan: KVPlan, segments: npt.NDArray[np.int64]) -> _Grou
     return _Group(kind, rows, torch.from_numpy(qo_indptr), pages, segments)
 
 
-class FlashInferPlan(AttentionPlan):
+class FlashInferPlan(BackendPlan):
     """A step's groups; a rule's kernels are planned when a layer first asks.
 
     Args:
@@ -137,9 +141,10 @@ class FlashInferPlan(AttentionPlan):
         is_causal: One a segment.
     """
 
+    _backend: "Backend"
+
     def __init__(self, backend: "Backend", kv_plan: KVPlan, is_causal: Sequence[bool]) -> None:
-        self._backend = backend
-        self._kv_plan = kv_plan
+        super().__init__(backend, kv_plan)
         self._keys, self._values = kv_plan.keys, kv_plan.values
         self._groups = _groups(kv_plan, is_causal)
         self._planned: dict[LayerAttention, list[tuple[slice | Tensor, Any]]] = {}
@@ -180,7 +185,7 @@ class FlashInferPlan(AttentionPlan):
             kv_lens=kv_lens,
             page_table=plan.page_table[group.segments],
         )
-        return SdpaPlan(self._backend.config, part, (False,) * len(kv_lens))
+        return SdpaPlan(self._backend, part, (False,) * len(kv_lens))
 
 
 class _Gathered:
@@ -204,32 +209,32 @@ class _Gathered:
         return found
 
 
-class FixedDecodePlan(AttentionPlan):
+class FixedDecodePlan(BackendPlan):
     """Steps of one token in each of a fixed number of segments, one after another.
 
     Args:
+        backend: Has scale and per-layer rules.
+        kv_plan: A step of so many segments.
         kernels: The module ``decode_cuda``.
-        config: Scale and per-layer rules.
-        size: Number of segments.
         indices: int32 with room for all their pages.
     """
 
-    def __init__(self, kernels: Any, config: AttentionConfig, size: int, indices: Mirror) -> None:
+    def __init__(
+        self, backend: AttentionBackend, kv_plan: KVPlan, kernels: Any, indices: Mirror
+    ) -> None:
+        super().__init__(backend, kv_plan)
         self._kernels = kernels
-        self._config = config
-        self._size = size
+        self._size = len(kv_plan.qo_lens)
         self._indices = indices
-        self._bounds = Mirror(2 * size, torch.int32, indices.tensor.device)
+        self._bounds = Mirror(2 * self._size, torch.int32, indices.tensor.device)
         """Each segment's first place in ``indices``, then each one's slots."""
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
 
     def fill(self, kv_plan: KVPlan) -> None:
         """Plan a step; what was recorded of ``run`` computes this one from now on."""
         pages = _Pages.of(kv_plan.kv_lens, kv_plan.page_table, kv_plan.layout.page_size)
         count, room = len(pages.indices), len(self._indices.array)
         assert count <= room, f"{count} pages, room for {room}"
-        self._keys, self._values = kv_plan.keys, kv_plan.values
+        self._kv_plan = kv_plan
         # Most steps read the pages that the last one read.
         if not np.array_equal(self._indices.array[:count], pages.indices):
             self._indices.array[:count] = pages.indices
@@ -241,13 +246,14 @@ class FixedDecodePlan(AttentionPlan):
     def run(self, layer: int, query: Tensor) -> Tensor:
         """Attend with all segments."""
         begins, lens = self._bounds.tensor.view(2, -1)
-        rules = self._config.layers[layer]
+        config, plan = self._backend.config, self._kv_plan
+        rules = config.layers[layer]
         out: Tensor = self._kernels.decode(
             query.contiguous(),
-            self._keys[layer],
-            self._values[layer],
+            plan.keys[layer],
+            plan.values[layer],
             self._kernels.Pages(begins, lens, self._indices.tensor),
-            scale=self._config.scale,
+            scale=config.scale,
             window=rules.window,
             soft_cap=rules.soft_cap,
         )
@@ -316,7 +322,7 @@ class Backend(AttentionBackend):
             known = self._indices
             if known is None or len(known.array) < room:
                 known = self._indices = Mirror(room, torch.int32, kv_plan.layout.device)
-            fixed = self._fixed[size] = FixedDecodePlan(kernels, self.config, size, known)
+            fixed = self._fixed[size] = FixedDecodePlan(self, kv_plan, kernels, known)
         fixed.fill(kv_plan)
         return fixed
 

@@ -9,7 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mstar.engine.resources.attention.base import AttentionBackend, AttentionPlan
+from mstar.engine.resources.attention.base import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendPlan,
+)
 from mstar.engine.resources.attention.config import AttentionConfig
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 
@@ -78,35 +82,29 @@ class _Short:
         return self.qo_lens, starts, kv_lens, every, ahead
 
 
-class PagedPlan(AttentionPlan):
+class PagedPlan(BackendPlan):
     """A step as the kernel's arguments, made once for each distinct window and soft cap.
 
     Args:
-        kernel: The compiled module.
-        flash: The compiled module for long pieces; ``None``: the other takes them, too.
-        level: Instruction set, 0 is the plainest.
-        workspace: Shared by the plans of a backend.
-        config: Heads, scale and per-layer rules.
+        backend: Has the compiled module, the rules, and memory that its plans share.
         kv_plan: The step.
         pieces: Its segments, cut.
+        flash: The compiled module for long pieces; ``None``: the other takes them, too.
     """
+
+    _backend: "Backend"
 
     def __init__(
         self,
-        kernel: ModuleType,
-        flash: ModuleType | None,
-        level: int,
-        workspace: Workspace,
-        config: AttentionConfig,
+        backend: "Backend",
         kv_plan: KVPlan,
         pieces: "_Pieces",
+        flash: ModuleType | None,
     ) -> None:
+        super().__init__(backend, kv_plan)
         _check(kv_plan)
-        self._kernel = kernel
-        self._level = level
-        self._workspace = workspace
-        self._config = config
-        self._kv_plan = kv_plan
+        self._kernel = backend.kernel
+        config = self._config = backend.config
         self._shape = (int(kv_plan.qo_indptr[-1]), config.num_qo_heads, config.head_dim)
         self._pieces = pieces
         self._flash = flash
@@ -207,14 +205,14 @@ class PagedPlan(AttentionPlan):
         stride = config.head_dim + self._kernel.PAD
         pieces = [array[some] for array in self._pieces]
         num_rows = num_chunks * pieces[0] * config.num_qo_heads
-        partial = self._workspace.reserve(int(num_rows.sum()) * stride)
+        partial = self._backend.workspace.reserve(int(num_rows.sum()) * stride)
         row_indptr = num_rows.cumsum() - num_rows
         chunk_indptr = np.zeros(len(num_chunks) + 1, np.int64)
         num_chunks.cumsum(out=chunk_indptr[1:])
         arrays = (chunk_indptr, row_indptr, first_chunk, *pieces, plan.page_table)
         self._alive += [partial, *arrays]
         return (
-            self._level,
+            self._backend.level,
             torch.get_num_threads(),
             partial.data_ptr(),
             *(array.ctypes.data for array in arrays),
@@ -294,10 +292,10 @@ class Backend(AttentionBackend):
         super().__init__(config, layout)
         kernel = _load_kernel()
         assert kernel is not None, "a backend that refuses was built"
-        self._kernel = kernel
-        self._level: int = kernel.LEVEL if level is None else level
-        assert 0 <= self._level <= kernel.LEVEL, f"level {level}, the machine has {kernel.LEVEL}"
-        self._workspace = Workspace()
+        self.kernel = kernel
+        self.level: int = kernel.LEVEL if level is None else level
+        assert 0 <= self.level <= kernel.LEVEL, f"level {level}, the machine has {kernel.LEVEL}"
+        self.workspace = Workspace()
         self._short: _Short | None = None
         self._flash = None
         if level is None and layout.dtype == torch.bfloat16 and config.head_dim % 32 == 0:
@@ -331,12 +329,4 @@ class Backend(AttentionBackend):
                 pieces = short.pieces(kv_plan.kv_lens)
             else:
                 pieces, flash = _cut(kv_plan, np.asarray(is_causal, np.int32)), self._flash
-        return PagedPlan(
-            self._kernel,
-            flash,
-            self._level,
-            self._workspace,
-            self.config,
-            kv_plan,
-            pieces,
-        )
+        return PagedPlan(self, kv_plan, pieces, flash)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mstar.engine.resources.attention.base import (
     AttentionBackend,
     AttentionPlan,
+    BackendPlan,
     first_slots,
     slots_of,
 )
@@ -35,23 +36,20 @@ class _Piece:
     """The mask is the plain triangle, which the kernel makes itself."""
 
 
-class SdpaPlan(AttentionPlan):
+class SdpaPlan(BackendPlan):
     """A step's segments, cut into kernel calls once for each distinct rule.
 
     Args:
-        config: Heads, scale and per-layer rules.
+        backend: Has heads, scale and per-layer rules.
         kv_plan: The step.
         is_causal: One a segment.
     """
 
     def __init__(
-        self,
-        config: AttentionConfig,
-        kv_plan: KVPlan,
-        is_causal: Sequence[bool],
+        self, backend: AttentionBackend, kv_plan: KVPlan, is_causal: Sequence[bool]
     ) -> None:
-        self._config = config
-        self._kv_plan = kv_plan
+        super().__init__(backend, kv_plan)
+        self._config = backend.config
         self._is_causal = is_causal
         self._max_kv_len = int(kv_plan.kv_lens.max(initial=0))
         self._pieces: dict[tuple[int | None, bool], list[_Piece]] = {}
@@ -190,4 +188,4 @@ class Backend(AttentionBackend):
 
     def plan(self, kv_plan: KVPlan, is_causal: Sequence[bool]) -> AttentionPlan:
         """Plan all segments; index tensors and masks are made when a layer first needs them."""
-        return SdpaPlan(self.config, kv_plan, is_causal)
+        return SdpaPlan(self, kv_plan, is_causal)

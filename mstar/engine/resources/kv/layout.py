@@ -1,6 +1,6 @@
 """How the paged cache lies in memory, as kernels see it, and where one step reads and writes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,23 @@ class KVPlan:
     """``[B, max_pages]``: a stream's pages in order, C-contiguous, filled up with the sink page."""
     slots: Tensor
     """int64 ``[T]``: ``page * page_size + offset`` where each new token is written."""
+
+    def of_last(self, rows: npt.NDArray[np.int64]) -> "KVPlan":
+        """Return the plan to read by of some tokens, each the last of its segment.
+
+        Args:
+            rows: ``[num_rows]``, ascending: the tokens among all ``T``.
+        """
+        segments = np.searchsorted(self.qo_indptr, rows, side="right") - 1
+        last = self.qo_indptr[segments + 1] - 1
+        assert (rows == last).all(), f"rows {rows} of segments that end at {last}"
+        return replace(
+            self,
+            qo_lens=np.ones(len(rows), np.int32),
+            qo_indptr=np.arange(len(rows) + 1, dtype=np.int32),
+            kv_lens=self.kv_lens[segments],
+            page_table=self.page_table[segments],
+        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the new tokens' keys and values.
