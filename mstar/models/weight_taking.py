@@ -9,6 +9,7 @@ from torch import Tensor
 from mstar.errors import WeightsError
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.linear import Linear
+from mstar.models.upload import Upload
 
 
 class Weights:
@@ -24,6 +25,7 @@ class Weights:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._upload = Upload(device) if device.type == "cuda" else None
         self._left = set(checkpoint.names())
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -33,7 +35,10 @@ class Weights:
             WeightsError: If it is missing, broken or of another shape.
         """
         self._left.discard(name)
-        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
+        tensor = self._checkpoint.tensor(name, shape)
+        if self._upload is not None and tensor.device.type == "cpu":
+            tensor = self._upload.copy(tensor)
+        return tensor.to(self._device, self._dtype)
 
     def linear(self, names: Sequence[str], out_features: int, in_features: int) -> Linear:
         """Return projections of one input as a single one, biases included.
@@ -61,5 +66,5 @@ class Weights:
         if left:
             raise WeightsError(
                 f"{self._checkpoint.path}: {len(left)} tensors have no place in {owner}, among "
-                f"them {left[0]!r}"
+                f"them {self._checkpoint.stored_as(left[0])!r}"
             )
