@@ -33,6 +33,14 @@ class RecordableNode(Node):
     The tokens that a step gives are the ids of its requests' next step on the node.
     """
 
+    def prepare(self, sizes: Sequence[int], num_tokens: int) -> None:
+        """Get ready for steps that will come, before any is recorded; by default nothing is done.
+
+        Args:
+            sizes: Of decode steps, in segments.
+            num_tokens: Of the largest step, in tokens.
+        """
+
     @abstractmethod
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         """Return one row for each segment; launches kernels and reads nothing back.

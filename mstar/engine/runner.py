@@ -106,6 +106,7 @@ class Runner:
                 resources = {key: self.resources[key] for key in self._keys_of[name]}
                 recorder = Recorder(name, node, resources, torch.device(deployment.device))
                 with torch.inference_mode():
+                    node.prepare(sizes, deployment.max_num_batched_tokens)
                     if recorder.record(sizes):
                         self._recorders[name] = recorder
                         short = piece_sizes(deployment.max_num_batched_tokens)

@@ -1,6 +1,6 @@
 """Decoder-only transformers: Llama, Mistral, Qwen and Gemma 3 (text), and what is akin to them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -31,7 +31,7 @@ from mstar.models.base import Description, TextModel, text_graph
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder_config import DecoderConfig, Read, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
-from mstar.models.linear import Linear
+from mstar.models.linear import Linear, choose_kernels
 from mstar.models.parallel.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
 from mstar.models.weight_taking import Weights
 
@@ -114,6 +114,16 @@ class DecoderNode(SelectingNode):
             )
         self._norm = norm
         self._head = head
+
+    def prepare(self, sizes: Sequence[int], num_tokens: int) -> None:
+        """Choose the kernels of products."""
+        layers = [
+            linear
+            for layer in self._layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        choose_kernels(layers, sizes, num_tokens)
+        choose_kernels([self._head], sizes)
 
     def declare(self, batch: Batch) -> NodeStep:
         """Ask for causal attention over the whole stream and a token where one is due."""

@@ -1,6 +1,7 @@
 """Linear: a projection, its weight laid out for the device."""
 
 import importlib
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,14 +18,14 @@ class Linear:
 
     On the CPU the weight is packed once into oneDNN's own layout, where torch offers it: products
     with few rows then read it at memory speed. The original is not kept. On CUDA devices one row
-    has a kernel of its own, where Triton is.
+    has a kernel of its own, where Triton is, and more may have one that ``choose_kernels`` chose.
 
     Args:
         weight: ``[out_features, in_features]``, in the model's dtype, on its device.
         bias: ``[out_features]`` or ``None``.
     """
 
-    __slots__ = ("_bias", "_is_packed", "_weight", "out_features")
+    __slots__ = ("_bias", "_is_packed", "_kernels", "_weight", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features = weight.shape[0]
@@ -33,6 +34,8 @@ class Linear:
         if self._is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
         self._weight = weight if self._is_packed else weight.contiguous()
+        self._kernels: Any = None
+        """``Kernels`` for the weight's shape; ``None``: torch's own."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[num_tokens, out_features]`` for ``[num_tokens, in_features]``."""
@@ -41,12 +44,52 @@ class Linear:
                 x, self._weight, self._bias, "none", [], ""
             )
             return out
-        if x.is_cuda and x.shape[0] == 1 and x.is_contiguous():
-            kernels = _load_cuda()
-            if kernels is not None and x.dtype in kernels.DTYPES:
-                row: Tensor = kernels.product(x, self._weight)
-                return row if self._bias is None else row + self._bias
+        if x.is_cuda and x.is_contiguous():
+            product = self._product(x)
+            if product is not None:
+                return product if self._bias is None else product + self._bias
         return functional.linear(x, self._weight, self._bias)
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        """Return ``x @ weight.T`` by a kernel other than torch's; ``None``: there is none."""
+        num_rows = x.shape[0]
+        if num_rows == 1:
+            row = _load_cuda()
+            return (
+                None if row is None or x.dtype not in row.DTYPES else row.product(x, self._weight)
+            )
+        kernel = None if self._kernels is None else self._kernels.find(num_rows)
+        if kernel is None:
+            return None
+        out = x.new_empty((num_rows, self.out_features))
+        return out if kernel(x, self._weight, out) else None
+
+
+def choose_kernels(linears: Iterable[Linear], sizes: Sequence[int], most: int = 0) -> None:
+    """Have projections use the kernels that are fastest for steps of some sizes, by trying.
+
+    Nothing happens where there is no CUDA device, nor to those that add a bias, which torch's
+    kernels do at once.
+
+    Args:
+        linears: Which; those of one shape get the same.
+        sizes: Of decode steps, in tokens.
+        most: Of the largest step, in tokens; 0: there are no others.
+    """
+    groups: dict[Any, list[Linear]] = {}
+    for linear in linears:
+        weight = linear._weight
+        if weight.device.type == "cuda" and linear._bias is None:
+            groups.setdefault((weight.shape, weight.dtype), []).append(linear)
+    if not groups:
+        return
+    from mstar.models import products  # noqa: PLC0415 - only where a GPU is
+
+    weights = [[linear._weight for linear in group] for group in groups.values()]
+    found = products.choose(weights, products.bounds(sizes, most))
+    for group, kernels in zip(groups.values(), found, strict=True):
+        for linear in group:
+            linear._kernels = kernels
 
 
 @cache
