@@ -92,6 +92,11 @@ class _PendingTokens(Pending):
         return _output(self._sampling.fetch())
 
 
+def _added(total: Tensor, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor | None:
+    """Return what a projection gives that is still to be added to ``total``, if anything is."""
+    return linear.add_to(total, x) if norm is None else norm(linear(x))
+
+
 class DecoderNode(SelectingNode):
     """Embedding, layers and output head of a decoder-only transformer."""
 
@@ -223,12 +228,10 @@ class DecoderNode(SelectingNode):
                 if not len(x):
                     return x
                 attention = attention.of_last(rows.array)
-            out = layer.output(attention.run(index, query).flatten(1))
-            if layer.attention_out_norm is not None:
-                out = layer.attention_out_norm(out)
-            out = layer.down(gated(layer.gate_up(layer.mlp_norm.add(x, out)), activation))
-            if layer.mlp_out_norm is not None:
-                out = layer.mlp_out_norm(out)
+            attended = attention.run(index, query).flatten(1)
+            out = _added(x, layer.output, attended, layer.attention_out_norm)
+            inner = gated(layer.gate_up(layer.mlp_norm.add(x, out)), activation)
+            out = _added(x, layer.down, inner, layer.mlp_out_norm)
         return x if out is None else x + out
 
     def logits(self, hidden: Tensor) -> Tensor:

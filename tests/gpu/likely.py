@@ -47,7 +47,7 @@ def engine(
 ) -> EngineCore:
     checkpoint = DummyCheckpoint(Path("tiny"), config(head_dim, **changes))
     model = load(checkpoint, name="tiny", dtype=getattr(torch, dtype), device=torch.device(device))
-    numbers = {"num_pages": 400, "max_num_seqs": 8, "max_model_len": 1024} | kw
+    numbers = {"page_size": 16, "num_pages": 400, "max_num_seqs": 8, "max_model_len": 1024} | kw
     return EngineCore(model, Deployment(device=device, dtype=dtype, **numbers))
 
 

@@ -45,7 +45,7 @@ def test_pages_take_what_is_left_of_the_share_and_steps_stay_inside() -> None:
     free, total = torch.cuda.mem_get_info()
     share = 1 - free / total + 0.1
     core = engine(gpu_memory_utilization=share)
-    page_nbytes = 2 * 8 * 16 * 8 * 128 * 2
+    page_nbytes = 2 * 8 * core.deployment.page_size * 8 * 128 * 2
     assert core.deployment.num_pages is not None
     assert core.deployment.num_pages * page_nbytes > 0.07 * total
     for place in range(8):

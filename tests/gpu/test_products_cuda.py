@@ -97,6 +97,18 @@ def test_projections_use_what_was_chosen_and_remembered(
         assert linear(x[:, :]).shape == (num_rows, 4096)
 
 
+@pytest.mark.parametrize("num_rows", [1, 100, 1024, 1500])
+def test_a_product_is_added_at_once_or_left_to_be(num_rows: int) -> None:
+    linear = Linear(weight := drawn(512, 256, dtype=torch.bfloat16))
+    x = drawn(num_rows, 256, dtype=torch.bfloat16, seed=1)
+    total = drawn(num_rows, 512, dtype=torch.bfloat16, seed=2)
+    expected = total.double() + x.double() @ weight.double().t()
+    left = linear.add_to(total, x)
+    assert (left is None) == (num_rows >= 1024)
+    found = total if left is None else total + left
+    assert (found.double() - expected).norm() / expected.norm() < 5e-3
+
+
 def test_other_dtypes_and_small_weights_are_left_to_torch(tmp_path: Path) -> None:
     groups = [[drawn(4096, 1024, dtype=torch.float32)], [drawn(512, 512, dtype=torch.bfloat16)]]
     assert products.choose(groups, [16], tmp_path) == [None, None]

@@ -98,6 +98,10 @@ class SummedLinear(Linear):
         share = super().__call__(x)
         return share if self._is_left else self._shard.total(share)
 
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor | None:
+        """Return what ``x`` gives: it has to be summed first."""
+        return self(x)
+
 
 class SummingNorm(RMSNorm):
     """A norm of a sum with the output of a block, of which every rank has a share.
