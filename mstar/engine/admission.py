@@ -72,6 +72,29 @@ def _check_ids(prepared: PreparedRequest, component: Component) -> None:
                 )
 
 
+def check_keys(prepared: PreparedRequest, page_size: int) -> None:
+    """Verify that the keys may be those of this deployment's pages.
+
+    Keys of smaller pages say less than a page holds: two prompts could be taken for one.
+
+    Args:
+        prepared: The request.
+        page_size: Slots of a page, in tokens.
+
+    Raises:
+        RequestError: If there are more keys than pages.
+    """
+    num_tokens = len(prepared.token_ids)
+    num_pages = -(-num_tokens // page_size)
+    for keys in (prepared.page_keys, *(own.page_keys for own in prepared.companions)):
+        if len(keys) > num_pages:
+            raise RequestError(
+                f"page_keys has {len(keys)} keys and {num_tokens} tokens are {num_pages} pages of "
+                f"{page_size}; key them by the deployment's page_size",
+                param="page_keys",
+            )
+
+
 def check_layout(prepared: PreparedRequest, model: Model, limit: int) -> None:
     """Verify that the layout covers the ids and every item can be encoded and computed.
 

@@ -209,6 +209,11 @@ class Runner:
                 return None
         return None
 
+    def disown(self, request: Request) -> None:
+        """Forget what the request's tokens were computed from: some of it must be wrong."""
+        for resource in self._resources_of(request):
+            resource.disown(request.request_id)
+
     def close(self, request: Request) -> None:
         """Give back everything the request holds."""
         for resource in self._resources_of(request):

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 
-from mstar.engine.admission import check_layout, max_len
+from mstar.engine.admission import check_keys, check_layout, max_len
 from mstar.engine.array import to_numpy
 from mstar.engine.batch import Batch, NodeOutput
 from mstar.engine.model import Leg, Model
@@ -60,6 +60,7 @@ class Walker:
         """
         component = self._model.component_of(walk)
         length = max_len(prepared, component, self._deployment.max_model_len)
+        check_keys(prepared, self._deployment.page_size)
         check_layout(prepared, self._model, self._deployment.max_num_batched_tokens)
         return component, length
 
@@ -77,6 +78,7 @@ class Walker:
         for place, (index, token) in enumerate(zip(batch.yielding, result.token_ids, strict=True)):
             request = requests[index]
             if failures and place in failures:
+                self._runner.disown(request)
                 outputs.append(self.fail(request, "invalid_logits", failures[place]))
                 continue
             component = request.component

@@ -97,6 +97,22 @@ def test_id_is_free_again_once_its_request_ended(toy: DecoderModel) -> None:
     engine.add_request(request("a", [4]))
 
 
+def test_keys_of_smaller_pages_are_refused(toy: DecoderModel) -> None:
+    core = EngineCore(toy, SMALL)
+    size = core.deployment.page_size
+    ids = [1] * (3 * size)
+    asked: dict[str, Any] = {
+        "request_id": "a",
+        "token_ids": ids,
+        "params": SamplingParams(max_tokens=1),
+    }
+    message = rf"page_keys has 6 keys and {3 * size} tokens are 3 pages of {size}; "
+    with pytest.raises(RequestError, match=message) as caught:
+        core.add_request(PreparedRequest(**asked, page_keys=[bytes(32)] * 6))
+    assert caught.value.param == "page_keys"
+    assert not core.has_work
+
+
 def test_request_whose_answer_never_fits_the_pool_is_refused_with_numbers() -> None:
     model = toy_model()
     engine = EngineCore(model, replace(SMALL, max_model_len=40))

@@ -91,3 +91,23 @@ def test_request_whose_logits_are_not_numbers_fails_alone(model: DecoderModel, b
     assert failed.code == "invalid_logits"
     assert "'4'" in failed.message
     assert bench.engine.stats().generation_tokens == 12 * (len(PROMPTS) - 1)
+
+
+def test_what_a_failed_request_computed_is_not_reused(model: DecoderModel) -> None:
+    expected = ask(model, PROMPTS[4])
+    is_bad = True
+
+    def spoils(batch: Batch, logits: Tensor) -> None:
+        if is_bad:
+            logits[:] = float("nan")
+
+    bench = Bench(model, spoils)
+    bench.add("first", PROMPTS[4])
+    assert bench.drain()["first"].finish_reason == "error"
+    assert bench.engine.stats().num_pages_cached == 0
+    is_bad = False
+    bench.add("second", PROMPTS[4])
+    again = bench.drain()["second"]
+    assert again.num_cached_tokens == 0
+    assert_same(again, expected)
+    assert bench.engine.stats().num_pages_cached > 0

@@ -250,6 +250,9 @@ class Resource(ABC):
         """Begin the stream of ``opening`` as a copy of what the stream ``label`` has stored."""
         return None
 
+    def disown(self, request_id: str) -> None:
+        """Offer nobody what the request's streams hold, unless others hold it or build on it."""
+
     def close(self, request_id: str) -> None:
         """Give back everything the request holds, in all its streams; unknown ids are ignored."""
 

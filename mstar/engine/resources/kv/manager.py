@@ -1,6 +1,6 @@
 """KVManager: the pages of every stream, from admission to reuse by another request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
 from mstar.engine.resources.kv.news import IndexNews
 from mstar.engine.resources.kv.offload import Offload, open_tiers
 from mstar.engine.resources.kv.pages import PagePool
-from mstar.engine.resources.kv.prefix import Cut, PrefixIndex
+from mstar.engine.resources.kv.prefix import Cut, Names, PrefixIndex
 from mstar.engine.resources.kv.rows import Rows, make_rows
 from mstar.engine.resources.kv.stream import StreamKeys
 from mstar.engine.resources.kv.table import PageTable
@@ -426,6 +426,20 @@ class KVManager(Resource):
         self._index_written(stream, stored)
         return None
 
+    def disown(self, request_id: str) -> None:
+        """Take the names of a request's pages back, from the last on."""
+        for label in self._labels.get(request_id, ()):
+            stream = self._streams[request_id, label]
+            for page in reversed(self._table.pages(stream.row).tolist()):
+                if self.pool.is_kept(page):
+                    if not self.index.is_leaf(page) or self.pool.ref_count(page) > 1:
+                        break
+                    self._told_gone([self.index.remove(page)])
+                    self.pool.unkeep(page)
+            self._index_at[stream.row] = _NEVER
+            self._move_frontier(stream, ())
+            stream.keys = None
+
     def close(self, request_id: str) -> None:
         """Give back the pages of all streams of the request."""
         for label in self._labels.pop(request_id, ()):
@@ -440,7 +454,10 @@ class KVManager(Resource):
     def _forget(self, pages: list[int]) -> None:
         """Take evicted pages out of the index; the tiers may keep them."""
         offload, remove = self._offload, self.index.remove
-        forgotten = map(remove, pages) if offload is None else offload.evict(pages)
+        self._told_gone(map(remove, pages) if offload is None else offload.evict(pages))
+
+    def _told_gone(self, forgotten: Iterable[Names]) -> None:
+        """Take note of pages that can be found no more."""
         gone = [names.key for names in forgotten if names.key is not None]
         for key in gone:
             self.history.evicted(key)

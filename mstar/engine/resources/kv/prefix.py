@@ -56,6 +56,10 @@ class PrefixIndex:
         """Return the key that ``page`` is indexed by."""
         return self._key.get(page)
 
+    def is_leaf(self, page: int) -> bool:
+        """Tell whether ``page`` is indexed and nothing builds on it."""
+        return page in self._parent and not self._num_children.get(page)
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Return the pages of the longest indexed beginning of a chain of keys."""
         known = self._page

@@ -75,6 +75,41 @@ def test_at_least_one_token_is_always_computed(length: int) -> None:
     assert opened(manager, again) == (length - 1) // PAGE_SIZE * PAGE_SIZE
 
 
+def test_what_a_failed_request_held_is_offered_to_nobody() -> None:
+    manager = manager_of(12)
+    first = Stream("a", list(range(7)), [], b"root")
+    opened(manager, first)
+    assert run(manager, [first], [7])
+    manager.close("a")
+    # It computed the second half on top of what it found.
+    failed = Stream("b", [*range(7), 1, 2, 3, 4, 5], [], b"root")
+    assert opened(manager, failed) == 6
+    assert run(manager, [failed], [6])
+    assert manager.usage() == (12, 4, 0)
+    manager.disown("b")
+    manager.close("b")
+    assert manager.usage() == (12, 0, 0)
+    assert Stream("c", failed.tokens, [], b"root").match(manager) == 0
+    manager.check()
+
+
+def test_what_others_hold_or_build_on_stays_when_a_request_fails() -> None:
+    manager = manager_of(12)
+    failed, other = Stream("a", [1] * 9, [], b"root"), Stream("b", [1] * 6 + [2] * 3, [], b"root")
+    opened(manager, failed)
+    assert run(manager, [failed], [9])
+    assert opened(manager, other) == 6
+    assert run(manager, [other], [3])
+    manager.disown("a")
+    manager.close("a")
+    manager.check()
+    assert Stream("c", [1] * 10, [], b"root").match(manager) == 6
+    assert Stream("d", [*other.tokens, 0], [], b"root").match(manager) == 9
+    manager.close("b")
+    manager.disown("gone")
+    assert Stream("e", [1] * 10, [], b"root").match(manager) == 6
+
+
 def test_pages_without_a_key_go_before_any_with_one() -> None:
     manager = manager_of(4)
     keyed, plain = Stream("a", [1, 2, 3], [], b"root"), Stream("b", [1, 2, 3], [], None)

@@ -45,7 +45,7 @@ class Walk:
         self.preempted: list[Stream] = []
         self.number = 0
         self.counts = dict.fromkeys(
-            ("open", "reused", "cut", "skip", "fork", "host", "disk", "preempt", "reset"), 0
+            ("open", "reused", "cut", "skip", "fork", "host", "disk", "preempt", "fail", "reset"), 0
         )
         self.told: dict[str, set[bytes]] = {}
         self.full: set[bytes] = set()
@@ -59,6 +59,7 @@ class Walk:
             (6, self.fork),
             (8, self.preempt),
             (14, self.close),
+            (2, self.fail),
             (1, self.reset),
         ]
 
@@ -169,6 +170,22 @@ class Walk:
         if stream is not None:
             del self.streams[stream.request_id]
             self.manager.close(stream.request_id)
+
+    def fail(self) -> None:
+        """What a failed stream held is offered no more, but where others hold or build on it."""
+        stream = self.one()
+        if stream is None:
+            return
+        name, manager = stream.request_id, self.manager
+        row = manager._streams[name, "main"].row
+        held = set(manager._table.pages(row).tolist())
+        del self.streams[name]
+        manager.disown(name)
+        manager.close(name)
+        for page, _ in manager.index.items():
+            if page in held:
+                assert not manager.index.is_leaf(page) or manager.pool.ref_count(page)
+        self.counts["fail"] += 1
 
     def reset(self) -> None:
         if self.rng.random() < 0.1:
