@@ -70,3 +70,5 @@ test: $(STAMP)  ## Run the tests.
 
 clean:  ## Remove what was built.
 	rm -rf $(VENV) build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf *.egg-info
+	find mstar -name '*.so' -delete

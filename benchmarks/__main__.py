@@ -1,9 +1,9 @@
 """Runs benchmarks by name and prints a table each: ``python -m benchmarks keys scheduler …``."""
 
+import argparse
 import importlib
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,11 +27,19 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def main(names: Sequence[str]) -> None:
+def main() -> None:
     """Run the named benchmarks, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"what to measure (default: all): {', '.join(ALL)}; a GPU: python -m benchmarks.gpu",
+    )
+    names = parser.parse_args().names
     unknown = sorted(set(names) - set(ALL))
     if unknown:
-        sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, Python {platform.python_version()}"
@@ -43,4 +51,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

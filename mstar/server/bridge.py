@@ -140,6 +140,9 @@ class Bridge:
         """Set when the server cannot start: the reason, and whether it is the user's to mend."""
         self.became_ready = asyncio.Event()
         """Set at the first time that requests can be served."""
+        self.got_ready = asyncio.Event()
+        """Set when they can be served for the first time, or again; whoever notes it clears it."""
+        self._is_up = False
         self.has_tokenizer = False
         self._lanes: dict[str, _Lane] = {}
         self._num_preparing = 0
@@ -424,12 +427,15 @@ class Bridge:
 
     def _engine_died(self, reason: str) -> None:
         self.stats = None
+        self._is_up = False
         self.metrics.engine_died()
         self._fail_all(dead_engine())
 
     def _check_ready(self) -> None:
-        if self.readiness().is_ready:
+        if self.readiness().is_ready and not self._is_up:
+            self._is_up = True
             self.became_ready.set()
+            self.got_ready.set()
 
     def _fatal(self, reason: str, is_users_error: bool) -> None:
         if not self.fatal.done():

@@ -200,7 +200,12 @@ class _Server:
         bridge.tokenizer_loaded()
 
     async def _announce(self, bridge: Bridge) -> None:
-        await bridge.became_ready.wait()
+        while True:
+            await bridge.got_ready.wait()
+            bridge.got_ready.clear()
+            self._say_ready(bridge)
+
+    def _say_ready(self, bridge: Bridge) -> None:
         facts = bridge.link.facts
         assert facts is not None
         logger.info(

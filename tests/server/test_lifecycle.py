@@ -225,6 +225,7 @@ def test_a_killed_engine_fails_its_requests_clearly_and_comes_back(guarded: Serv
         assert (status, error["code"]) == (503, "engine_dead")
         assert ready_code(guarded) in ("engine_dead", "model_loading")
         wait_until(lambda: ready_code(guarded) == "ready", seconds=60)
+        assert guarded.wait_for(r"mstar is ready at (http://\S+)")[1] == guarded.url
         answer = client.chat.completions.create(model="tiny", messages=user("A"), temperature=0)
         assert answer.choices[0].message.content == EMOJI_TEXT
         assert answer.usage is not None
