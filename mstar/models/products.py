@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product as pairs
 from pathlib import Path
 
 import torch
@@ -147,40 +146,62 @@ def choose(
     except (OSError, AttributeError) as error:
         logger.info("products take the kernels that torch chooses: %s", error)
         return [None] * len(groups)
-    choices = Choices.of(library, cache_dir)
-    products = [_product(library, group[0]) for group in groups]
-    found: list[dict[int, Kernel | None]] = [{} for _ in groups]
-    started, num_tried = time.monotonic(), 0
-    for rows, (group, product, kernels) in pairs(
-        num_rows, list(zip(groups, products, found, strict=True))
-    ):
-        if product is None:
-            continue
+    chooser = _Chooser(library, Choices.of(library, cache_dir))
+    found = [chooser.kernels(group, num_rows) for group in groups]
+    chooser.finish()
+    return found
+
+
+class _Chooser:
+    """Makes choices, or finds them made.
+
+    Args:
+        library: The library.
+        choices: What is remembered.
+    """
+
+    def __init__(self, library: Library, choices: Choices) -> None:
+        self._library = library
+        self._choices = choices
+        self._started = time.monotonic()
+        self._num_tried = 0
+
+    def kernels(self, group: Sequence[Tensor], num_rows: Sequence[int]) -> Kernels | None:
+        """Return the kernels of weights of one shape; ``None`` where torch's are good enough."""
+        weight = group[0]
+        if weight.dtype not in DTYPES or weight.nbytes < _MIN_WEIGHT_NBYTES or not num_rows:
+            return None
+        out_features, in_features = weight.shape
+        product = Product(self._library, out_features, in_features, weight.dtype)
+        by_rows: dict[int, Kernel | None] = {}
+        for rows in num_rows:
+            algo = self._algo(product, group, rows)
+            by_rows[rows] = product.kernel(algo) if algo else None
+        return Kernels(by_rows)
+
+    def _algo(self, product: Product, group: Sequence[Tensor], rows: int) -> bytes:
         out_features, in_features = group[0].shape
         key = f"{rows} x {in_features} x {out_features} {group[0].dtype}"
-        algo = choices[key]
-        if algo is None or (algo and not _is_valid(product, algo, rows)):
-            if not num_tried:
-                logger.info("trying out kernels of products; what is chosen is remembered")
-            num_tried += 1
-            try:
-                algo = choices[key] = _Contest(product, group, rows).winner()
-            except torch.OutOfMemoryError:
-                logger.info("there is no memory to try out products of %d rows", rows)
-                algo = b""
-        kernels[rows] = product.kernel(algo) if algo else None
-    if num_tried:
-        choices.write()
-        seconds = time.monotonic() - started
-        logger.info("chose kernels of %d products in %.1f s", num_tried, seconds)
-    return [Kernels(kernels) if kernels else None for kernels in found]
+        known = self._choices[key]
+        if known == b"" or (known is not None and _is_valid(product, known, rows)):
+            return known
+        if not self._num_tried:
+            logger.info("trying out kernels of products; what is chosen is remembered")
+        self._num_tried += 1
+        try:
+            algo = _Contest(product, group, rows).winner()
+        except torch.OutOfMemoryError:
+            logger.info("there is no memory to try out products of %d rows", rows)
+            return b""
+        self._choices[key] = algo
+        return algo
 
-
-def _product(library: Library, weight: Tensor) -> Product | None:
-    out_features, in_features = weight.shape
-    if weight.dtype not in DTYPES or weight.nbytes < _MIN_WEIGHT_NBYTES:
-        return None
-    return Product(library, out_features, in_features, weight.dtype)
+    def finish(self) -> None:
+        """Remember what was chosen, if anything was."""
+        if self._num_tried:
+            self._choices.write()
+            seconds = time.monotonic() - self._started
+            logger.info("chose kernels of %d products in %.1f s", self._num_tried, seconds)
 
 
 def _is_valid(product: Product, algo: bytes, num_rows: int) -> bool:

@@ -48,6 +48,14 @@ def test_numbers_that_were_left_open_are_settled(toy: DecoderModel) -> None:
         ({"max_num_seqs": 10**12}, r"max_num_seqs is 1000000000000; .* 65536"),
         ({"num_pages": 10**12}, r"of 1000000000000 pages takes \d+\.\d GiB on cpu"),
         ({"num_pages": 10**30}, r"takes \d+\.\d GiB on cpu, which are not there"),
+        (
+            {"host_cache_bytes": 1 << 20, "enable_prefix_caching": False},
+            "host_cache_bytes is 1048576 and prefix caching is off",
+        ),
+        (
+            {"disk_cache_bytes": 9, "enable_prefix_caching": False},
+            "disk_cache_bytes is 9 and prefix caching is off",
+        ),
         ({"max_model_len": 41}, "max_model_len is 41 tokens and the KV pool holds 40"),
         ({"num_pages": 0}, "would hold 0 pages"),
     ],
