@@ -19,6 +19,7 @@ from mstar.engine.resources.kv.cache import PagedKVCache
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
 from mstar.engine.resources.kv.events import Event, Medium
 from mstar.engine.resources.kv.explain import ReuseReport, explain, shut
+from mstar.engine.resources.kv.frontier import Frontier
 from mstar.engine.resources.kv.history import PageHistory
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
 from mstar.engine.resources.kv.news import IndexNews
@@ -42,10 +43,6 @@ class _Stream:
     opening: Opening
     keys: StreamKeys | None
     """``None``: the stream is out of reuse."""
-    frontier: tuple[bytes, ...] = ()
-    """Names of what it computes next; empty where its request waits for another's streams."""
-    waits: bool = False
-    """Another request was about to compute a part of it when the frontier moved last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +113,7 @@ class KVManager(Resource):
         self._index_at = np.zeros(deployment.max_num_seqs, np.int64)
         """``[num_rows]``: stored length from which a stream has more to index, in tokens."""
         self._streams: dict[tuple[str, str], _Stream] = {}
-        self._frontier: dict[bytes, _Stream] = {}
-        """Who is about to compute what a key names."""
+        self._frontier = Frontier()
         self._last_keys: StreamKeys | None = None
         self._last_match: _Match | None = None
         self._labels: dict[str, list[str]] = {}
@@ -277,12 +273,7 @@ class KVManager(Resource):
         if keys is None or not self._frontier:
             return False
         names = self._names_ahead(keys, start, len(opening.tokens) - 1)
-        return any(self._is_others(name, opening.request_id) for name in names)
-
-    def _is_others(self, name: bytes, request_id: str) -> bool:
-        """Tell whether another request is about to compute what a key names."""
-        holder = self._frontier.get(name)
-        return holder is not None and holder.opening.request_id != request_id
+        return any(self._frontier.is_others(name, opening.request_id) for name in names)
 
     def _names_ahead(self, keys: StreamKeys, start: int, limit: int) -> list[bytes]:
         """Return the names that the page of slot ``start`` can get, up to slot ``limit``."""
@@ -436,15 +427,19 @@ class KVManager(Resource):
                         break
                     self._told_gone([self.index.remove(page)])
                     self.pool.unkeep(page)
-            self._index_at[stream.row] = _NEVER
-            self._move_frontier(stream, ())
-            stream.keys = None
+            self._shut(stream)
+
+    def _shut(self, stream: _Stream) -> None:
+        """Take an open stream out of reuse."""
+        self._index_at[stream.row] = _NEVER
+        self._frontier.move((stream.opening.request_id, stream.opening.label), ())
+        stream.keys = None
 
     def close(self, request_id: str) -> None:
         """Give back the pages of all streams of the request."""
         for label in self._labels.pop(request_id, ()):
             stream = self._streams.pop((request_id, label))
-            self._move_frontier(stream, ())
+            self._frontier.move((request_id, label), ())
             if stream.opening.retain_seconds and stream.keys is not None:
                 own = self._table.pages(stream.row)[: stream.keys.num_indexed].tolist()
                 self.pool.protect(own, stream.opening.retain_seconds)
@@ -617,9 +612,12 @@ class KVManager(Resource):
                 self._index_ends(keys, full, own[-1], own[0] if full else None, used)
             mark = keys.next_mark(stored)
         self._index_at[stream.row] = mark if named == stored else _NEVER
-        if stream.frontier or stored < opening.num_prompt_tokens:
+        name = (opening.request_id, opening.label)
+        if name in self._frontier or stored < opening.num_prompt_tokens:
             ahead = self._names_ahead(keys, stored, opening.num_prompt_tokens)
-            self._move_frontier(stream, ahead)
+            labels = self._labels[opening.request_id]
+            siblings = [(opening.request_id, label) for label in labels]
+            self._frontier.move(name, ahead, siblings)
 
     def _index_pages(self, row: int, keys: StreamKeys, full: int) -> None:
         """Index pages up to the first ``full``, or adopt those that their keys are indexed by."""
@@ -652,30 +650,6 @@ class KVManager(Resource):
                 self.index.add_end(keys.end_key(number, end), page, end, parent)
                 self.pool.keep(page)
 
-    def _move_frontier(self, stream: _Stream, names: Sequence[bytes]) -> None:
-        """Say what the stream computes next, unless its request waits for another's streams.
-
-        A request that waits in one of its streams is thus waited for in none, and no two wait for
-        each other.
-        """
-        self._leave_frontier(stream)
-        request_id = stream.opening.request_id
-        stream.waits = any(self._is_others(name, request_id) for name in names)
-        labels = self._labels.get(request_id, ())
-        siblings = [self._streams[request_id, label] for label in labels] or [stream]
-        if any(sibling.waits for sibling in siblings):
-            for sibling in siblings:
-                self._leave_frontier(sibling)
-            return
-        # Streams of one request may compute the same side by side.
-        stream.frontier = tuple(name for name in names if name not in self._frontier)
-        self._frontier.update(dict.fromkeys(stream.frontier, stream))
-
-    def _leave_frontier(self, stream: _Stream) -> None:
-        for name in stream.frontier:
-            del self._frontier[name]
-        stream.frontier = ()
-
     def usage(self) -> tuple[int, int, int]:
         """Return pages there are, pages held by streams, pages kept for reuse only."""
         return self.pool.num_pages, self.pool.num_held, self.pool.num_retained
@@ -699,9 +673,7 @@ class KVManager(Resource):
         self.pool.drop_kept()
         self.history.clear()
         for stream in self._streams.values():
-            self._index_at[stream.row] = _NEVER
-            self._move_frontier(stream, ())
-            stream.keys = None
+            self._shut(stream)
         try:
             return count + (self._offload.clear() if self._offload is not None else 0)
         finally:
@@ -728,8 +700,7 @@ class KVManager(Resource):
         assert len(holders) == self.pool.num_held, (len(holders), self.pool.num_held)
         if self._offload is not None:
             self._offload.tiers.check()
-        ahead = {name: stream for stream in self._streams.values() for name in stream.frontier}
-        assert ahead == self._frontier, "what is computed next is not what the streams say"
+        self._frontier.check()
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
