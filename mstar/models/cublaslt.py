@@ -25,16 +25,18 @@ _WORKSPACE, _REDUCTIONS = 1, 3
 """Attributes of a preference."""
 _TILE, _CUSTOM, _CLUSTER = 1, 5, 8
 """Attributes of an algorithm."""
-_EXACT_REDUCTIONS = 3
-"""Parts of a sum are added up in float32; 4 would do it in the dtype of the output."""
+_EXACT_REDUCTION = 2
+"""Parts of a sum are added up in float32; 1 and 4 would do it in the dtype of the output."""
 _WORKSPACE_NBYTES = 32 << 20
 _MAX_OFFERS = 64
+_ALIGNMENT = 256
+"""Of addresses, in bytes, that the library counts on where nothing else is said."""
 
 
 class _Preference(NamedTuple):
     """What the library is asked to consider; each finds other algorithms."""
 
-    reductions: int = _EXACT_REDUCTIONS
+    reductions: int = _EXACT_REDUCTION
     workspace: int = _WORKSPACE_NBYTES
     sm_count: int = 0
     """Processors to plan for; 0: the device's."""
@@ -45,7 +47,6 @@ _PLAIN = _Preference(reductions=0)
 _PREFERENCES = (
     _Preference(),
     _PLAIN,
-    _Preference(reductions=2),
     _Preference(workspace=0),
     *(_Preference(sm_count=count) for count in (128, 112, 64)),
 )
@@ -195,8 +196,9 @@ class Product:
     def kernel(self, algo: bytes) -> Callable[[Tensor, Tensor, Tensor], bool]:
         """Return what writes a product by an algorithm.
 
-        It takes ``x``, ``[num_rows, in_features]``, ``weight``, and where to write, all contiguous;
-        it returns whether it did.
+        It takes ``x``, ``[num_rows, in_features]``, ``weight``, and where to write, all contiguous
+        and of the dtype; it returns whether it did, which it does not where memory begins at odd
+        addresses.
         """
         own = _Algo.from_buffer_copy(algo)
         library = self.library
@@ -207,25 +209,30 @@ class Product:
         def run(x: Tensor, weight: Tensor, out: Tensor) -> bool:
             self._size(x.shape[0])
             made, a, b, c, _ = self._shapes()
-            at = out.data_ptr()
-            status: int = multiply(
-                library.handle,
-                made,
-                one,
-                weight.data_ptr(),
-                a,
-                x.data_ptr(),
-                b,
-                zero,
-                at,
-                c,
-                at,
-                c,
-                byref(own),
-                workspace,
-                _WORKSPACE_NBYTES,
-                torch.cuda.current_stream(x.device).cuda_stream,
-            )
+            left, right, at = weight.data_ptr(), x.data_ptr(), out.data_ptr()
+            if (left | right | at) % _ALIGNMENT:
+                return False
+            stream = torch.cuda.current_stream(x.device).cuda_stream
+            # The library takes the device that is current, whatever the stream's.
+            with torch.cuda.device(x.device):
+                status: int = multiply(
+                    library.handle,
+                    made,
+                    one,
+                    left,
+                    a,
+                    right,
+                    b,
+                    zero,
+                    at,
+                    c,
+                    at,
+                    c,
+                    byref(own),
+                    workspace,
+                    _WORKSPACE_NBYTES,
+                    stream,
+                )
             return not status
 
         return run

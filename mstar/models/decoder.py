@@ -31,7 +31,7 @@ from mstar.models.base import Description, TextModel, text_graph
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder_config import DecoderConfig, Read, decoder_config
 from mstar.models.fused import RMSNorm, gated, rotate_and_store
-from mstar.models.linear import Linear, choose_kernels
+from mstar.models.linear import ADDED_FROM, Linear, choose_kernels
 from mstar.models.parallel.shard import WHOLE, JoinedLinear, Shard, SummedLinear, SummingNorm
 from mstar.models.weight_taking import Weights
 
@@ -122,12 +122,12 @@ class DecoderNode(SelectingNode):
 
     def prepare(self, sizes: Sequence[int], num_tokens: int) -> None:
         """Choose the kernels of products."""
-        layers = [
-            linear
-            for layer in self._layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
-        choose_kernels(layers, sizes, num_tokens)
+        read = [own for layer in self._layers for own in (layer.qkv, layer.gate_up)]
+        choose_kernels(read, sizes, num_tokens)
+        written = [own for layer in self._layers for own in (layer.output, layer.down)]
+        # Of more rows they are added at once, but where something comes in between.
+        are_added = type(written[0]) is Linear and not self._config.has_sandwich_norms
+        choose_kernels(written, sizes, min(num_tokens, ADDED_FROM) if are_added else num_tokens)
         choose_kernels([self._head], sizes)
 
     def declare(self, batch: Batch) -> NodeStep:

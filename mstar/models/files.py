@@ -63,7 +63,7 @@ def file_sha256(path: Path, cache_dir: Path | None = None) -> str:
     record = (cache_dir or default_cache_dir()) / "sha256" / f"{name}.json"
     if known := _remembered(record, _identity(path)):
         return known
-    with _alone(record.parents[1] / "locks" / name):
+    with alone(record.parents[1] / "locks" / name):
         identity = _identity(path)
         if known := _remembered(record, identity):
             return known
@@ -94,7 +94,7 @@ def _remembered(record: Path, identity: list[str | int]) -> str | None:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
     """Keep other threads and processes out of the block, where the folder can be written."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_ADDED_FROM = 1024
+ADDED_FROM = 1024
 """Rows on a CUDA device from which writing a sum and reading it again takes a share of the time."""
 _PACKED_ROWS = 32
 """Batch size that packed weights are laid out for; measured best from 1 to 2,048 rows."""
@@ -46,7 +46,7 @@ class Linear:
                 x, self._weight, self._bias, "none", [], ""
             )
             return out
-        if x.is_cuda and x.is_contiguous():
+        if x.is_cuda and x.is_contiguous() and x.dtype == self._weight.dtype:
             product = self._product(x)
             if product is not None:
                 return product if self._bias is None else product + self._bias
@@ -62,7 +62,7 @@ class Linear:
         Returns:
             ``None``, or what is left to be added, of the shape of ``total``.
         """
-        if x.is_cuda and x.shape[0] >= _ADDED_FROM and self._bias is None:
+        if x.is_cuda and x.shape[0] >= ADDED_FROM and self._bias is None:
             total.addmm_(x, self._weight.t())
             return None
         return self(x)

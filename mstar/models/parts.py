@@ -25,12 +25,13 @@ class PartCheckpoint(Checkpoint):
     Args:
         whole: Where the tensors are.
         prefixes: Beginnings of names in the whole, and what stands for them in the part. A tensor
-            whose name begins with none of them belongs to another part; the longest counts.
+            whose name begins with none of them, or with one for which ``None`` stands, belongs to
+            another part; the longest counts.
         config: The part's own.
     """
 
     def __init__(
-        self, whole: Checkpoint, prefixes: Mapping[str, str], config: dict[str, Any]
+        self, whole: Checkpoint, prefixes: Mapping[str, str | None], config: dict[str, Any]
     ) -> None:
         super().__init__(
             whole.path,
@@ -92,7 +93,7 @@ class PartCheckpoint(Checkpoint):
     def _own(self, name: str) -> str | None:
         for prefix, short in self._prefixes.items():
             if name.startswith(prefix):
-                return short + name[len(prefix) :]
+                return None if short is None else short + name[len(prefix) :]
         return None
 
     def _full(self, name: str) -> list[str]:
@@ -100,7 +101,7 @@ class PartCheckpoint(Checkpoint):
         found = [
             prefix + name[len(short) :]
             for prefix, short in self._prefixes.items()
-            if name.startswith(short)
+            if short is not None and name.startswith(short)
         ]
         return [full for full in found if self._own(full) == name]
 

@@ -12,14 +12,14 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mstar.models.cublaslt import DTYPES, Library, Product
-from mstar.models.files import atomic_write, default_cache_dir
+from mstar.models.files import alone, atomic_write, default_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,16 @@ _HOT_FROM = 256
 """Rows from which products heat the device until its clock falls."""
 _MIN_WEIGHT_NBYTES = 4 << 20
 """Smaller weights are read too fast for the kernel to matter."""
+_FAILURES = (OSError, AttributeError, RuntimeError)
+"""How the library, the device or its memory fail."""
 _GAIN = 0.98
 """A kernel is taken if it needs at most this share of the time that torch's needs."""
 _NUM_FINALISTS = 4
 _NUM_ROUNDS = 5
 _WEIGHTS, _WEIGHTS_OF_LARGE = 16, 4
 """Weights that are read in turn, so that none is found in the device's cache."""
-_NUM_COMPARED = 256
-"""Rows that are held against torch's product; more would take memory that steps have not."""
+_NUM_COMPARED = 128
+"""First and last rows that are held against torch's product; all would take a step's memory."""
 _AGREEMENT = 1e-2
 """Norm of the difference to torch's product, as a share of the norm of it."""
 
@@ -92,11 +94,14 @@ class Choices:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, str] = {}
+        self._known = self._read()
+
+    def _read(self) -> dict[str, str]:
         with suppress(OSError, ValueError):
-            known = json.loads(path.read_bytes())
+            known = json.loads(self._path.read_bytes())
             if isinstance(known, dict):
-                self._known = {k: v for k, v in known.items() if isinstance(v, str)}
+                return {k: v for k, v in known.items() if isinstance(v, str)}
+        return {}
 
     @classmethod
     def of(cls, library: Library, cache_dir: Path | None = None) -> "Choices":
@@ -115,13 +120,21 @@ class Choices:
     def __setitem__(self, key: str, algo: bytes) -> None:
         self._known[key] = algo.hex()
 
-    def write(self) -> None:
-        """Remember everything, where the folder can be written."""
+    def write(self, keys: Iterable[str]) -> bool:
+        """Remember some choices, and whatever others chose meanwhile; returns whether that went.
+
+        Args:
+            keys: Of the choices that are new.
+        """
         try:
-            with atomic_write(self._path) as file:
-                file.write(json.dumps(self._known, indent=0).encode())
+            with alone(self._path.with_suffix(".lock")):
+                known = self._read() | {key: self._known[key] for key in keys}
+                with atomic_write(self._path) as file:
+                    file.write(json.dumps(known, indent=0).encode())
         except OSError as error:
             logger.debug("chosen kernels are not remembered: %s", error)
+            return False
+        return True
 
 
 def choose(
@@ -140,16 +153,24 @@ def choose(
     Returns:
         One a group; ``None`` where torch's own are good enough.
     """
-    first = groups[0][0]
-    try:
-        library = Library(first.device)
-    except (OSError, AttributeError) as error:
-        logger.info("products take the kernels that torch chooses: %s", error)
+    device = groups[0][0].device
+    library = _library(torch.cuda.current_device() if device.index is None else device.index)
+    if library is None:
         return [None] * len(groups)
     chooser = _Chooser(library, Choices.of(library, cache_dir))
     found = [chooser.kernels(group, num_rows) for group in groups]
     chooser.finish()
     return found
+
+
+@cache
+def _library(index: int) -> Library | None:
+    """Return the library for a device, the same again: recorded products use its memory."""
+    try:
+        return Library(torch.device("cuda", index))
+    except _FAILURES as error:
+        logger.info("products take the kernels that torch chooses: %s", error)
+        return None
 
 
 class _Chooser:
@@ -164,7 +185,10 @@ class _Chooser:
         self._library = library
         self._choices = choices
         self._started = time.monotonic()
+        self._stream = torch.cuda.Stream(library.device)
         self._num_tried = 0
+        self._new: list[str] = []
+        """What was chosen and is not remembered yet."""
 
     def kernels(self, group: Sequence[Tensor], num_rows: Sequence[int]) -> Kernels | None:
         """Return the kernels of weights of one shape; ``None`` where torch's are good enough."""
@@ -172,11 +196,15 @@ class _Chooser:
         if weight.dtype not in DTYPES or weight.nbytes < _MIN_WEIGHT_NBYTES or not num_rows:
             return None
         out_features, in_features = weight.shape
-        product = Product(self._library, out_features, in_features, weight.dtype)
         by_rows: dict[int, Kernel | None] = {}
-        for rows in num_rows:
-            algo = self._algo(product, group, rows)
-            by_rows[rows] = product.kernel(algo) if algo else None
+        try:
+            product = Product(self._library, out_features, in_features, weight.dtype)
+            for rows in num_rows:
+                algo = self._algo(product, group, rows)
+                by_rows[rows] = product.kernel(algo) if algo else None
+        except _FAILURES as error:
+            # Trying is to make it faster, and must not stop what runs without.
+            logger.info("products of %s take the kernels of torch: %s", list(weight.shape), error)
         return Kernels(by_rows)
 
     def _algo(self, product: Product, group: Sequence[Tensor], rows: int) -> bytes:
@@ -186,22 +214,23 @@ class _Chooser:
         if known == b"" or (known is not None and _is_valid(product, known, rows)):
             return known
         if not self._num_tried:
-            logger.info("trying out kernels of products; what is chosen is remembered")
+            logger.info("trying out which kernels multiply the weights fastest")
         self._num_tried += 1
-        try:
-            algo = _Contest(product, group, rows).winner()
-        except torch.OutOfMemoryError:
-            logger.info("there is no memory to try out products of %d rows", rows)
-            return b""
-        self._choices[key] = algo
+        algo = self._choices[key] = _Contest(product, group, rows, self._stream).winner()
+        self._new.append(key)
         return algo
 
     def finish(self) -> None:
         """Remember what was chosen, if anything was."""
-        if self._num_tried:
-            self._choices.write()
-            seconds = time.monotonic() - self._started
-            logger.info("chose kernels of %d products in %.1f s", self._num_tried, seconds)
+        if not self._num_tried:
+            return
+        torch.cuda.empty_cache()
+        logger.info(
+            "chose kernels of %d products in %.1f s, which %s",
+            len(self._new),
+            time.monotonic() - self._started,
+            "is remembered" if self._choices.write(self._new) else "could not be remembered",
+        )
 
 
 def _is_valid(product: Product, algo: bytes, num_rows: int) -> bool:
@@ -218,9 +247,16 @@ class _Contest:
         product: The shape.
         weights: Of that shape.
         num_rows: Of the other factor.
+        stream: To work on.
     """
 
-    def __init__(self, product: Product, weights: Sequence[Tensor], num_rows: int) -> None:
+    def __init__(
+        self,
+        product: Product,
+        weights: Sequence[Tensor],
+        num_rows: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
         weight = weights[0]
         self._product = product
         self._is_recorded = num_rows <= _RECORDED_UP_TO
@@ -230,7 +266,7 @@ class _Contest:
         size = (num_rows, weight.shape[1])
         self._x = torch.randn(size, dtype=weight.dtype, device=weight.device, generator=generator)
         self._out = weight.new_empty((num_rows, weight.shape[0]))
-        self._stream = torch.cuda.Stream(weight.device)
+        self._stream = stream
 
     def winner(self) -> bytes:
         """Return the fastest algorithm, or nothing if torch's own is hardly slower."""
@@ -243,7 +279,7 @@ class _Contest:
     def _winner(self) -> bytes:
         own = self._lap(self._multiply)
         own()
-        expected = self._out[-_NUM_COMPARED:].clone()
+        expected = self._sample()
         lasts = self._milliseconds(own, 3) / 3
         block, warm = (8.0, 200.0) if self._num_rows >= _HOT_FROM else (2.0, 50.0)
         count = max(1, round(block / lasts))
@@ -281,8 +317,12 @@ class _Contest:
         kernel(self._x, weight, self._out)
 
     def _agrees(self, expected: Tensor) -> bool:
-        difference = (self._out[-_NUM_COMPARED:] - expected).float().norm()
-        return bool(difference <= _AGREEMENT * expected.float().norm())
+        difference = self._sample() - expected
+        return bool(difference.norm() <= _AGREEMENT * expected.norm())
+
+    def _sample(self) -> Tensor:
+        """Return the first and the last rows of the product."""
+        return torch.cat((self._out[:_NUM_COMPARED], self._out[-_NUM_COMPARED:])).float()
 
     def _lap(self, multiply: Callable[[Tensor], None]) -> Callable[[], None]:
         """Return what multiplies with every weight, one launch where launching would cost more."""

@@ -37,7 +37,7 @@ class Weights:
         self._left.discard(name)
         tensor = self._checkpoint.tensor(name, shape)
         if self._upload is not None and tensor.device.type == "cpu":
-            tensor = self._upload.copy(tensor)
+            return self._upload.copy(tensor, self._dtype)
         return tensor.to(self._device, self._dtype)
 
     def linear(self, names: Sequence[str], out_features: int, in_features: int) -> Linear:

@@ -56,7 +56,7 @@ from mstar.models.janus.config import (
 )
 from mstar.models.janus.vq import Take, VQDecoder, to_levels
 from mstar.models.linear import Linear
-from mstar.models.parts import ENCODER, PartCheckpoint
+from mstar.models.parts import ENCODER, PartCheckpoint, check_parts
 from mstar.models.weight_taking import Weights
 
 _PAINTER, _PIXELS = "painter", "pixels"
@@ -66,10 +66,10 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
-# What a checkpoint has beside the pictures' part: the text's, and the way from pixels to codes.
-_UNUSED = r"(model|lm_head)\..*|vqmodel\.(encoder|quant_conv)\..*"
+# The way from pixels to codes, which nothing here goes.
+_UNUSED = r"vqmodel\.(encoder|quant_conv)\..*"
 _TEXT = {"model.language_model.": "model.", "lm_head.": "lm_head."}
-_REST = {"model.": ""}
+_PICTURES = {"model.": "", "model.language_model.": None}
 
 
 class _Projection:
@@ -496,8 +496,13 @@ def load(
         UnsupportedError: If the config asks for something that is not built.
     """
     config = janus_config(checkpoint.config)
+    own, rest = (
+        PartCheckpoint(checkpoint, names, part)
+        for names, part in ((_TEXT, config.text), (_PICTURES, {}))
+    )
+    check_parts(checkpoint, (own, rest))
     text = decoder.load(
-        PartCheckpoint(checkpoint, _TEXT, config.text),
+        own,
         name=name,
         dtype=dtype,
         device=device,
@@ -506,7 +511,7 @@ def load(
     )
     (backbone,) = text.nodes.values()
     assert isinstance(backbone, JanusDecoder), type(backbone).__name__
-    weights = Weights(PartCheckpoint(checkpoint, {**_REST, **_TEXT}, {}), dtype, device)
+    weights = Weights(rest, dtype, device)
     hidden_size, first_code = text.config.hidden_size, text.vocab_size
     encoder = JanusEncoder(config.vision, hidden_size, weights.take)
     painter = JanusPainter(

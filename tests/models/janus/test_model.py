@@ -305,12 +305,20 @@ def test_config_that_is_wrong_or_not_built_is_refused_by_name(
         load_model(str(copy))
 
 
-def test_tensor_without_a_place_is_refused(copy: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.vqmodel.decoder.more.weight",
+        "model.model.more",
+        "model.lm_head.weight",
+        "model.language_model.more.weight",
+        "more.weight",
+    ],
+)
+def test_tensor_without_a_place_is_refused(copy: Path, name: str) -> None:
     file = copy / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.vqmodel.decoder.more.weight"] = torch.zeros(2)
-    save_file(tensors, file)
-    with pytest.raises(WeightsError, match=r"1 tensors .* 'model.vqmodel.decoder.more.weight'"):
+    save_file({**load_file(file), name: torch.zeros(2)}, file)
+    with pytest.raises(WeightsError, match=rf"1 tensors .* '{name}'"):
         load_model(str(copy))
 
 
