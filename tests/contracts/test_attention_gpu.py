@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -90,6 +91,38 @@ def test_long_prompts_whose_keys_are_copied_give_what_the_formula_gives(
     head_dim = 128 if dtype == torch.bfloat16 else 64
     step = Step(LONG, (4, 2, head_dim, 64), dtype, seed=5, rules=PLAIN)
     check("flashinfer", step, (is_causal,) * len(LONG))
+
+
+@pytest.mark.gpu
+@needs_device
+def test_steps_that_are_planned_while_the_device_lags_do_not_mix() -> None:
+    shape = (8, 2, 128, 16)
+    lens = [((30, 60), (1, 17)), ((90, 300), (1, 5)), ((3, 3), (1, 200), (50, 51)), ((1, 9),)]
+    steps = [Step(own, shape, torch.bfloat16, seed=place) for place, own in enumerate(lens)]
+    given = [(on_device(step.plan), step.query.cuda()) for step in steps]
+    backend = build("flashinfer", steps[0])
+    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def run_all() -> list[tuple[Step, npt.NDArray[np.int64], int, torch.Tensor]]:
+        results = []
+        for step, (kv_plan, query) in zip(steps, given, strict=True):
+            is_causal = (True,) * len(kv_plan.qo_lens)
+            plan, everything = backend.plan(kv_plan, is_causal), np.arange(len(query))
+            last = step.last_rows(range(len(is_causal)))
+            results.append((step, everything, 0, plan.run(0, query)))
+            results.append((step, everything, 1, plan.run(1, query)))
+            chosen = query[torch.from_numpy(last).pin_memory().to("cuda", non_blocking=True)]
+            results.append((step, last, 1, plan.of_last(last).run(1, chosen)))
+        return results
+
+    run_all()
+    torch.cuda.synchronize()
+    for _ in range(30):
+        busy @ busy
+    for step, rows, layer, out in run_all():
+        expected = step.expected(layer, (True,) * len(step.plan.qo_lens))[rows]
+        error = (out.cpu().double() - expected).abs().max().item()
+        assert error < ATTENTION[torch.bfloat16], (step.plan.qo_lens, layer, len(rows), error)
 
 
 def test_slots_of_a_group_are_those_of_its_pages_in_order() -> None:

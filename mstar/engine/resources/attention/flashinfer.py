@@ -1,9 +1,9 @@
 """FlashInfer's paged attention on CUDA devices, and a kernel of ours for recorded steps."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mstar.engine.resources.attention.base import (
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
 from mstar.engine.resources.attention.sdpa import SdpaPlan
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
-from mstar.engine.resources.mirror import Mirror
+from mstar.engine.resources.mirror import Fence, Mirror
 
 _HEAD_DIMS = (64, 128, 256)
 _CAPABILITY = (8, 0)
@@ -279,7 +279,7 @@ class Backend(AttentionBackend):
         self._num_processors: int = properties.multi_processor_count
         self._is_hopper = (properties.major, properties.minor) == _HOPPER
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=layout.device)
-        self._wrappers: dict[tuple[str, str, LayerAttention], Any] = {}
+        self._wrappers: dict[tuple[str, str, LayerAttention], tuple[Any, Fence]] = {}
         self._fixed: dict[int, FixedDecodePlan] = {}
         self._indices: Mirror | None = None
         """Pages of recorded steps; one at a time is computed, so that they share it."""
@@ -333,13 +333,10 @@ class Backend(AttentionBackend):
     def plan_group(self, group: _Group, rules: LayerAttention) -> Any:
         """Return the wrapper that runs a group, planned."""
         layout, config = self.layout, self.config
-        library_backend = "fa2" if group.kind == "decode" else self._prefill_backend(group, rules)
-        key = (group.kind, library_backend, rules)
-        wrapper = self._wrappers.get(key)
         if group.kind == "decode":
-            if wrapper is None:
-                wrapper = self._wrappers[key] = self._decode_wrapper()
-            wrapper.plan(
+            return self._planned(
+                (group.kind, "fa2", rules),
+                self._decode_wrapper,
                 *group.pages.tensors(),
                 config.num_qo_heads,
                 config.num_kv_heads,
@@ -351,16 +348,14 @@ class Backend(AttentionBackend):
                 kv_data_type=layout.dtype,
                 sm_scale=config.scale,
             )
-            return wrapper
         is_causal = group.kind == "causal"
+        library_backend = self._prefill_backend(group, rules)
         if library_backend == "auto" and self._gathers(group):
             return self._gathered(group, is_causal)
-        if wrapper is None:
-            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", backend=library_backend
-            )
-            self._wrappers[key] = wrapper
-        wrapper.plan(
+        prefill = self._library.BatchPrefillWithPagedKVCacheWrapper
+        return self._planned(
+            (group.kind, library_backend, rules),
+            partial(prefill, self._workspace, "NHD", backend=library_backend),
             group.qo_indptr,
             *group.pages.tensors(),
             config.num_qo_heads,
@@ -374,6 +369,26 @@ class Backend(AttentionBackend):
             q_data_type=layout.dtype,
             kv_data_type=layout.dtype,
         )
+
+    def _planned(
+        self,
+        key: tuple[str, str, LayerAttention],
+        make: Callable[[], Any],
+        *arguments: Any,
+        **settings: Any,
+    ) -> Any:
+        """Return the wrapper of a key, planned.
+
+        The library plans in pinned memory of the wrapper's and queues a copy of it, which a device
+        that lags behind has not made yet when the next step is planned.
+        """
+        found = self._wrappers.get(key)
+        if found is None:
+            found = self._wrappers[key] = (make(), Fence(self.layout.device))
+        wrapper, arrived = found
+        arrived.wait()
+        wrapper.plan(*arguments, **settings)
+        arrived.set()
         return wrapper
 
     def _gathers(self, group: _Group) -> bool:
@@ -387,16 +402,12 @@ class Backend(AttentionBackend):
 
     def _gathered(self, group: _Group, is_causal: bool) -> _Gathered:
         layout, config = self.layout, self.config
-        key = (group.kind, "gathered", LayerAttention())
-        wrapper = self._wrappers.get(key)
-        if wrapper is None:
-            wrapper = self._library.BatchPrefillWithRaggedKVCacheWrapper(
-                self._workspace, "NHD", backend="fa3"
-            )
-            self._wrappers[key] = wrapper
         kv_indptr = np.zeros(len(group.segments) + 1, np.int32)
         group.pages.kv_lens(layout.page_size).cumsum(out=kv_indptr[1:])
-        wrapper.plan(
+        prefill = self._library.BatchPrefillWithRaggedKVCacheWrapper
+        wrapper = self._planned(
+            (group.kind, "gathered", LayerAttention()),
+            partial(prefill, self._workspace, "NHD", backend="fa3"),
             group.qo_indptr,
             torch.from_numpy(kv_indptr),
             config.num_qo_heads,
