@@ -74,6 +74,8 @@ def open_engine(
     Raises:
         MstarError: As ``load_model`` and ``EngineCore`` do, and as ranks need it.
     """
+    # Before weights are read, which takes its time.
+    deployment.check()
     if deployment.tensor_parallel_size != 1:
         if _composite(name) is not None:
             raise ConfigError(

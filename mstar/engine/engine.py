@@ -26,23 +26,6 @@ from mstar.errors import CapacityError, ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
 
-# Tables have a row for each of ``max_num_seqs``, and token counts are 32-bit integers.
-_MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**31 - 1, "page_size": 2**31 - 1}
-
-
-def _check_numbers(deployment: Deployment) -> None:
-    for name, most in _MOST.items():
-        if not 1 <= getattr(deployment, name) <= most:
-            raise ConfigError(
-                f"{name} is {getattr(deployment, name)}; it must lie between 1 and {most}"
-            )
-    for name in ("host_cache_bytes", "disk_cache_bytes"):
-        if getattr(deployment, name) and not deployment.enable_prefix_caching:
-            raise ConfigError(
-                f"{name} is {getattr(deployment, name)} and prefix caching is off: there are no "
-                "pages to keep; switch it on, or leave the tier out"
-            )
-
 
 class EngineCore:
     """One model on one device, serving many requests at once.
@@ -60,7 +43,7 @@ class EngineCore:
 
     def __init__(self, model: Model, deployment: Deployment | None = None) -> None:
         deployment = deployment or Deployment()
-        _check_numbers(deployment)
+        deployment.check()
         memory.check_share(deployment.gpu_memory_utilization)
         check_graph(model.graph, model.encoders)
         self.model = model

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import ResourceStep, Segment
+from mstar.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,14 @@ class _Sizes:
     page_size: int
 
 
+# Tables have a row for each of ``max_num_seqs``, and token counts are 32-bit integers.
+_BOUNDS = {
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**31 - 1),
+    "page_size": (1, 2**31 - 1),
+    "max_model_len": (0, 2**31 - 1),
+    "encoder_cache_tokens": (0, 2**31 - 1),
+}
 _SIZES = {"cpu": _Sizes(64, 2048, 16), "cuda": _Sizes(256, 8192, 64)}
 
 
@@ -54,7 +63,7 @@ class Deployment:
     """The numbers of one engine that resources are built with.
 
     Where a number is said to suit the device, 0 becomes what is measured to be fast there, first on
-    a CPU and then on a GPU.
+    a CPU and then on a GPU; it stays where a copy is given another device.
     """
 
     device: str = "cpu"
@@ -104,6 +113,29 @@ class Deployment:
         for own in fields(suited):
             if not getattr(self, own.name):
                 object.__setattr__(self, own.name, getattr(suited, own.name))
+
+    def check(self) -> None:
+        """Refuse numbers that cannot be, or do not go together.
+
+        Raises:
+            ConfigError: With the number and its limits.
+        """
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a whole number between {least} and {most}"
+                )
+        if not 0 <= self.retention_share <= 1:
+            raise ConfigError(
+                f"retention_share is {self.retention_share}; it must lie between 0 and 1"
+            )
+        for name in ("host_cache_bytes", "disk_cache_bytes"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} and prefix caching is off: there are no "
+                    "pages to keep; switch it on, or leave the tier out"
+                )
 
 
 class Naming:

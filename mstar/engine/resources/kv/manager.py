@@ -86,7 +86,9 @@ class KVManager(Resource):
         if num_pages < 1:
             raise ConfigError(
                 f"the KV cache {resource_key!r} would hold {num_pages} pages of "
-                f"{deployment.page_size} tokens; give it more memory or pages"
+                f"{deployment.page_size} tokens, each of "
+                f"{config.page_nbytes(deployment.page_size, dtype.itemsize)} bytes; give it more "
+                "memory or pages, or take a smaller page_size"
             )
         self.page_size = deployment.page_size
         self.capacity = num_pages * self.page_size
@@ -108,7 +110,7 @@ class KVManager(Resource):
         self._news = IndexNews(self.page_size, self.index) if deployment.kv_events else None
         self._offload: Offload | None = None
         self._deployment = deployment
-        max_pages = -(-deployment.max_model_len // self.page_size)
+        max_pages = min(-(-deployment.max_model_len // self.page_size), num_pages)
         self._table = PageTable(deployment.max_num_seqs, max_pages)
         self._index_at = np.zeros(deployment.max_num_seqs, np.int64)
         """``[num_rows]``: stored length from which a stream has more to index, in tokens."""

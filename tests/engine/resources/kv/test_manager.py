@@ -228,7 +228,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert offered == 0
         else:
             assert offered <= known
-            assert self.manager.pool.num_evictions or offered == known
+            pool = self.manager.pool
+            # A cut page is copied to one more, which a pool that is nearly held does not promise.
+            most = -(-len(stream.tokens) // PAGE_SIZE) + len(self.streams)
+            is_tight = pool.num_available <= most
+            expected = {known, known // PAGE_SIZE * PAGE_SIZE} if is_tight else {known}
+            assert pool.num_evictions or offered in expected
         before = self.manager.usage(), len(self.manager.index)
         refusal = self.manager.open(opening, offered)
         if refusal is not None:
