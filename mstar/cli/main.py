@@ -8,9 +8,8 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstar.cli import cache, environment, graph, kv_events
@@ -22,9 +21,19 @@ from mstar.cli.answerers import (
     abilities_there,
     check_abilities,
 )
+from mstar.cli.arguments import (
+    SAMPLING_FLAGS,
+    add_deployment,
+    add_http,
+    add_model,
+    add_sampling,
+    add_voice,
+    engine_options,
+    sampling_params,
+)
 from mstar.cli.cache_arguments import add_server, client_of
 from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, Recording, Talk, sampling_defaults
-from mstar.cli.parser import Parser, at_least
+from mstar.cli.parser import Parser
 from mstar.cli.sound_file import SoundFiles
 from mstar.errors import MstarError, RequestError
 from mstar.server.waiting import wait_briefly
@@ -33,25 +42,9 @@ from mstar.version import __version__
 if TYPE_CHECKING:
     from mstar.engine.resources.sampler.config import SamplingParams
     from mstar.library import Completion, Engine
-    from mstar.server.config import EngineOptions
 
 # Exit status of a user's mistake, as argparse has it.
 _EXIT_USER = 2
-_UNITS = {
-    "": 1,
-    **{unit: 10 ** (3 * power) for power, unit in enumerate("kmgt", 1)},
-    **{f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", 1)},
-}
-_SAMPLING_FLAGS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,32 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-# Arguments
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a text names.
-
-    Raises:
-        argparse.ArgumentTypeError: If it names none.
-
-    >>> parse_size("2GiB"), parse_size("500M"), parse_size("1024")
-    (2147483648, 500000000, 1024)
-    """
-    digits = text.strip().rstrip("bBiIkKmMgGtT")
-    unit = text.strip()[len(digits) :].lower().removesuffix("b")
-    try:
-        size = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; write bytes, or a number with K, M, G, T, KiB, MiB, GiB or "
-            "TiB"
-        ) from None
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above zero")
-    return size
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mstar",
@@ -125,14 +92,14 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     serve = command("serve", _serve, "Answer OpenAI-style requests over HTTP.")
-    _add_model(serve)
-    _add_http(serve)
-    _add_deployment(serve)
+    add_model(serve)
+    add_http(serve)
+    add_deployment(serve)
 
     generate = command(
         "generate", _generate, "Answer prompts and end; no server is started.", rest="prompts"
     )
-    _add_model(generate)
+    add_model(generate)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what is to be continued")
     generate.add_argument(
         "-p",
@@ -146,338 +113,22 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--chat", action="store_true", help="put each prompt into the model's chat template"
     )
-    _add_sampling(generate, max_tokens=64)
-    _add_deployment(generate)
+    add_sampling(generate, max_tokens=64)
+    add_deployment(generate)
 
     chat = command("chat", _chat, "Talk to a model in the terminal, in writing or by voice.")
-    _add_model(chat)
+    add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
-    _add_voice(chat)
+    add_voice(chat)
     add_server(chat, default=None)
-    _add_sampling(chat, max_tokens=MAX_TOKENS, temperature=f"the checkpoint's, or {TEMPERATURE}")
-    _add_deployment(chat)
+    add_sampling(chat, max_tokens=MAX_TOKENS, temperature=f"the checkpoint's, or {TEMPERATURE}")
+    add_deployment(chat)
 
     cache.add_command(commands)
     kv_events.add_command(commands)
     graph.add_command(commands)
     command("env", environment.show, "Show versions, hardware, kernels, settings and models.")
     return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a folder, a GGUF file, a built-in name or a Hugging Face id"
-    )
-
-
-def _add_voice(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("voice")
-    add = group.add_argument
-    add(
-        "--audio",
-        action="append",
-        default=[],
-        type=_path,
-        metavar="FILE",
-        help="ask with a recording (WAV, FLAC, MP3, OGG); several are asked one after the other",
-    )
-    add(
-        "--speak",
-        type=_path,
-        metavar="OUT.wav",
-        help="write the sound of the answer there; further answers go to OUT-2.wav, OUT-3.wav, …",
-    )
-    add("--voice", metavar="NAME", help="who speaks (default: the model's own voice)")
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
-def _add_http(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("HTTP")
-    add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that requests may use (default: MODEL)",
-    )
-    add("--api-key", metavar="KEY", help="demand this bearer token (default: $MSTAR_API_KEY)")
-    add(
-        "--max-num-queued-reqs",
-        type=at_least(1),
-        metavar="N",
-        help="answer 429 while so many wait for their first token (default: no limit)",
-    )
-    add(
-        "--shutdown-timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds for running requests after SIGTERM (default: %(default)s)",
-    )
-    add(
-        "--stall-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds of silence after which the engine counts as stuck (default: %(default)s)",
-    )
-    add(
-        "--sse-keep-alive-interval",
-        type=float,
-        default=15.0,
-        metavar="S",
-        help="seconds between comments on a silent stream; 0: none (default: %(default)s)",
-    )
-    add(
-        "--num-preprocess-workers",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="processes that template and tokenize (default: %(default)s)",
-    )
-    add(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="let requests set variables of the chat template",
-    )
-    _add_media(parser)
-
-
-def _add_media(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("images and recordings of requests")
-    add = group.add_argument
-    add(
-        "--max-body-size",
-        type=parse_size,
-        default=64 * 2**20,
-        metavar="SIZE",
-        help="of one request, everything in it (default: 64MiB)",
-    )
-    add(
-        "--max-image-pixels",
-        type=at_least(1),
-        default=2**26,
-        metavar="N",
-        help="of one image, by its header (default: %(default)s)",
-    )
-    add(
-        "--max-audio-seconds",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="of one request's recordings (default: %(default)s)",
-    )
-
-
-def _add_deployment(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    add = group.add_argument
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of weights and KV cache (default: %(default)s)",
-    )
-    add(
-        "--load-format",
-        default="auto",
-        choices=("auto", "dummy"),
-        help="dummy: draw weights for the model's config, for measuring (default: %(default)s)",
-    )
-    add(
-        "--device",
-        default="cpu",
-        help="where the model runs: cpu, cuda, or cuda:N (default: %(default)s)",
-    )
-    add("--seed", type=int, help="seed of everything that has no seed of its own")
-    add(
-        "--attention-backend",
-        metavar="NAME",
-        help="eager, sdpa, paged or flashinfer (default: best)",
-    )
-    add(
-        "--tensor-parallel-size",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="devices that share the model, a process each (default: %(default)s)",
-    )
-    add(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="launch a step on a GPU before the tokens of the one before it are read",
-    )
-    group = parser.add_argument_group("limits and KV cache")
-    add = group.add_argument
-    add(
-        "--max-model-len",
-        type=at_least(2),
-        metavar="N",
-        help="tokens of prompt and answer together (default: what the model and the cache allow)",
-    )
-    add(
-        "--max-num-seqs",
-        type=at_least(1),
-        metavar="N",
-        help="requests that run at once (default: 64, on a GPU 256)",
-    )
-    add(
-        "--max-num-batched-tokens",
-        type=at_least(1),
-        metavar="N",
-        help="tokens of one step (default: 2048, on a GPU 8192)",
-    )
-    add(
-        "--block-size",
-        type=at_least(1),
-        metavar="N",
-        help="tokens of one KV page (default: 16, on a GPU 64)",
-    )
-    add(
-        "--num-gpu-blocks-override",
-        "--num-pages",
-        dest="num_pages",
-        type=at_least(1),
-        metavar="N",
-        help="KV pages, whatever memory they take",
-    )
-    add("--kv-cache-memory", type=parse_size, metavar="SIZE", help="memory of the KV cache: 2GiB")
-    add(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="share of a GPU's memory to use, the KV cache taking what is left (default: 0.9)",
-    )
-    add(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="reuse what earlier requests computed",
-    )
-    _add_reuse(parser)
-    add(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="what goes to standard error (default: %(default)s)",
-    )
-
-
-def _add_reuse(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("reuse beyond the KV cache")
-    add = group.add_argument
-    add(
-        "--host-cache-memory",
-        type=parse_size,
-        default=0,
-        metavar="SIZE",
-        help="host memory for pages that the KV cache evicts: 4GiB (default: none)",
-    )
-    add(
-        "--disk-cache-space",
-        type=parse_size,
-        default=0,
-        metavar="SIZE",
-        help="disk space for them; it outlives the server (default: none)",
-    )
-    add("--disk-cache-dir", metavar="DIR", help="where (default: kv in the folder $MSTAR_CACHE)")
-    add(
-        "--retention-share",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="share of the KV cache that requests may protect from eviction (default: %(default)s)",
-    )
-    add("--kv-events-endpoint", metavar="ADDRESS", help="publish KV events: tcp://127.0.0.1:5557")
-    add("--kv-events-replay-endpoint", metavar="ADDRESS", help="answer requests to replay them")
-    add("--kv-events-topic", default="", metavar="TOPIC", help="topic of the events")
-    add("--debug-checks", action="store_true", help="verify all books whenever nothing runs")
-
-
-def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int, temperature: str = "1") -> None:
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
-    add(
-        "-n",
-        "--max-tokens",
-        type=at_least(1),
-        default=max_tokens,
-        metavar="N",
-        help="tokens to generate at most (default: %(default)s)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help=f"0 takes the likeliest token (default: {temperature})",
-    )
-    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this probability")
-    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
-    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the first")
-    add("--repetition-penalty", type=float, metavar="X", help="above 1 avoids repetition")
-    add("--presence-penalty", type=float, metavar="X", help="taken from tokens that occurred")
-    add("--frequency-penalty", type=float, metavar="X", help="the same, for each occurrence")
-    add("--sampling-seed", type=int, metavar="N", help="same seed, same answer")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    add("--ignore-eos", action="store_true", help="go on past the model's own end")
-
-
-def _sampling(
-    arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None
-) -> "SamplingParams":
-    from mstar.engine.resources.sampler.config import SamplingParams  # noqa: PLC0415
-
-    given = {
-        name: value for name in _SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None
-    }
-    return SamplingParams(
-        **{**(defaults or {}), **given},
-        seed=arguments.sampling_seed,
-        stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-    )
-
-
-def _engine_options(arguments: argparse.Namespace) -> "EngineOptions":
-    from mstar.server.config import EngineOptions  # noqa: PLC0415
-
-    return EngineOptions(
-        model=arguments.model,
-        dtype=arguments.dtype,
-        load_format=arguments.load_format,
-        device=arguments.device,
-        max_model_len=arguments.max_model_len,
-        page_size=arguments.block_size,
-        num_pages=arguments.num_pages,
-        kv_cache_bytes=arguments.kv_cache_memory,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        enable_prefix_caching=arguments.enable_prefix_caching,
-        attention_backend=arguments.attention_backend,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        overlap=arguments.overlap,
-        host_cache_bytes=arguments.host_cache_memory,
-        disk_cache_bytes=arguments.disk_cache_space,
-        disk_cache_dir=arguments.disk_cache_dir,
-        retention_share=arguments.retention_share,
-        kv_events_endpoint=arguments.kv_events_endpoint,
-        kv_events_replay_endpoint=arguments.kv_events_replay_endpoint,
-        kv_events_topic=arguments.kv_events_topic,
-        debug_checks=arguments.debug_checks,
-        seed=arguments.seed,
-        log_level=arguments.log_level,
-    )
-
-
-# Commands
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -491,7 +142,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     environment.warn_about_unknown_variables()
     return serve(
         ServerConfig(
-            engine=_engine_options(arguments),
+            engine=engine_options(arguments),
             host=arguments.host,
             port=arguments.port,
             served_names=tuple(arguments.served_model_name),
@@ -516,7 +167,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _load(arguments: argparse.Namespace) -> "Engine":
     from mstar.library import Engine  # noqa: PLC0415
 
-    options = _engine_options(arguments)
+    options = engine_options(arguments)
     deployment = options.deployment("auto")
     if options.seed is not None:
         import torch  # noqa: PLC0415
@@ -550,9 +201,9 @@ def _load(arguments: argparse.Namespace) -> "Engine":
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompts + arguments.more_prompts
-    params = _sampling(arguments)
+    params = sampling_params(arguments)
     # A wrong flag is told of before any file is read.
-    _engine_options(arguments)
+    engine_options(arguments)
     _check_prompts(prompts, params, arguments)
     with _load(arguments) as engine:
         started = time.monotonic()
@@ -613,7 +264,7 @@ def _check_prompts(
 
 def _chat(arguments: argparse.Namespace) -> int:
     is_here = arguments.url is None
-    _sampling(arguments)
+    sampling_params(arguments)
     if is_here and (arguments.audio or arguments.speak):
         takes, gives = abilities_here(arguments.model)
         _check_voice(arguments, takes, gives)
@@ -625,7 +276,7 @@ def _chat(arguments: argparse.Namespace) -> int:
             stack.callback(files.close)
         answerer: Answerer
         if is_here:
-            params = _sampling(arguments, sampling_defaults(arguments.model))
+            params = sampling_params(arguments, sampling_defaults(arguments.model))
             answerer = EngineAnswerer(
                 stack.enter_context(_load(arguments)), params, arguments.voice
             )
@@ -639,7 +290,7 @@ def _server_answerer(arguments: argparse.Namespace) -> ServerAnswerer:
     takes, gives = abilities_there(client, arguments.model)
     _check_voice(arguments, takes, gives)
     given = {
-        name: value for name in _SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None
+        name: value for name in SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None
     }
     fields = {"temperature": TEMPERATURE, **given}
     if arguments.sampling_seed is not None:
