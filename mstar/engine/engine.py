@@ -44,7 +44,6 @@ class EngineCore:
     def __init__(self, model: Model, deployment: Deployment | None = None) -> None:
         deployment = deployment or Deployment()
         deployment.check()
-        memory.check_share(deployment.gpu_memory_utilization)
         check_graph(model.graph, model.encoders)
         self.model = model
         wanted = deployment.max_model_len or model.max_model_len

@@ -52,18 +52,6 @@ def is_open(deployment: Deployment) -> bool:
     return deployment.device.startswith("cuda") and not is_given
 
 
-def check_share(share: float) -> None:
-    """Verify that a share of a GPU's memory is one.
-
-    Raises:
-        ConfigError: If it is not.
-    """
-    if not 0 < share <= 1:
-        raise ConfigError(
-            f"gpu_memory_utilization is {share}; it must lie above 0 and at most at 1"
-        )
-
-
 def fit(
     deployment: Deployment,
     specs: Sequence[NodeResourceSpec],
@@ -88,7 +76,7 @@ def fit(
             numbers for a trial.
     """
     share = deployment.gpu_memory_utilization
-    check_share(share)
+    deployment.check()
     itemsize = getattr(torch, deployment.dtype).itemsize
     page_nbytes = sum(
         spec.config.page_nbytes(deployment.page_size, itemsize)

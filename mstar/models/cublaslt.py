@@ -50,7 +50,7 @@ _PREFERENCES = (
     _Preference(workspace=0),
     *(_Preference(sm_count=count) for count in (128, 112, 64)),
 )
-# Tiles of 224, 168 and 176 by 128: often the fastest of many rows, and never offered.
+# Tiles of 224, 168 and 176 by 128: often the fastest of many rows, and not always offered.
 _MORE = (
     {_TILE: 221, _CLUSTER: 5, _CUSTOM: 4},
     {_TILE: 197, _CLUSTER: 5, _CUSTOM: 2},

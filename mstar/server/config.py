@@ -16,7 +16,7 @@ class EngineOptions:
     """What the engine process is started with; ``None`` leaves the choice to the engine.
 
     Raises:
-        ConfigError: If the seed is out of its range.
+        ConfigError: If a number is out of its range, or numbers do not go together.
     """
 
     model: str
@@ -69,10 +69,8 @@ class EngineOptions:
             raise ConfigError(
                 f"seed is {self.seed}; it must lie between {-(2**63)} and {2**64 - 1}"
             )
-        if not 0 <= self.retention_share <= 1:
-            raise ConfigError(
-                f"retention_share is {self.retention_share}; it must lie between 0 and 1"
-            )
+        # The dtype is known once the checkpoint is open; no number depends on it.
+        self.deployment(self.dtype or "float32").check()
         if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
             raise ConfigError(
                 "KV events are replayed and not published: give kv_events_endpoint too"

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from mstar.engine.resources.base import Deployment
+from mstar.errors import ConfigError
 from mstar.server.config import EngineOptions
 
 
@@ -30,3 +31,20 @@ def test_sizes_that_are_given_stay() -> None:
     assert sizes(replace(deployment, dtype="float16")) == (3, 100, 32)
     served = EngineOptions(model="tiny", device="cuda", **given).deployment("bfloat16")
     assert sizes(served) == (3, 100, 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"page_size": 2**31}, "page_size is 2147483648; it must be a whole number"),
+        ({"max_model_len": -1}, "max_model_len is -1"),
+        ({"retention_share": 1.5}, "retention_share is 1.5"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
+        ({"disk_cache_bytes": 1, "enable_prefix_caching": False}, "prefix caching is off"),
+    ],
+)
+def test_a_server_is_refused_its_numbers_before_any_process_starts(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(model="tiny", **given)

@@ -126,6 +126,11 @@ class Deployment:
                 raise ConfigError(
                     f"{name} is {value!r}; it must be a whole number between {least} and {most}"
                 )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie above 0 and "
+                "at most at 1"
+            )
         if not 0 <= self.retention_share <= 1:
             raise ConfigError(
                 f"retention_share is {self.retention_share}; it must lie between 0 and 1"

@@ -109,9 +109,8 @@ def _check(deployment: Deployment) -> None:
     if deployment.disk_cache_bytes:
         raise ConfigError(
             f"tensor_parallel_size is {size} and disk_cache_bytes (--disk-cache-space) "
-            f"{deployment.disk_cache_bytes}; "
-            "ranks do not find the same pages on disk at the same time: leave the disk cache out, "
-            "or take one rank"
+            f"{deployment.disk_cache_bytes}; ranks do not find the same pages on disk at the same "
+            "time: leave the disk cache out, or take one rank"
         )
     if torch.distributed.is_initialized():
         raise ConfigError(
