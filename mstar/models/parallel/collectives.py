@@ -27,10 +27,10 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _TIMEOUT = timedelta(minutes=10)
 """Of one collective; kernels may be compiled before a rank gets to it."""
 _LEAVE_SECONDS = 10.0
-_SUM_BYTES = 4 << 20
-"""Shares of a sum of no more than this go by the kernel."""
-_JOIN_BYTES = 36 << 20
-"""Shares to be gathered of no more than this do: the logits of a full batch."""
+_SUM_SLOTS, _SUM_SLOT_BYTES = 256, 32 << 10
+"""Rows of a sum of no more than these go by the kernel."""
+_JOIN_SLOTS, _JOIN_SLOT_BYTES = 2304, 16 << 10
+"""Pieces of what is gathered of no more than these do: the logits of a full batch."""
 
 
 class DistributedShard(Shard):
@@ -122,7 +122,7 @@ class _Peers:
 
     Args:
         kernels: The module ``sums_cuda``.
-        memory: uint8, which the other ranks reach: for sums, then for gathers, inbox and flags.
+        memory: uint8, which the other ranks reach: an inbox for sums, then one for gathers.
         addresses: Of each rank's memory, as this rank's GPU reaches it.
         rank: Which of them this is.
     """
@@ -133,20 +133,21 @@ class _Peers:
     def __init__(
         self, kernels: ModuleType, memory: Tensor, addresses: list[int], rank: int
     ) -> None:
-        self._kernels = kernels
+        self.kernels: Any = kernels
         self._memory = memory
-        size, device = len(addresses), memory.device
-        begins = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._sums = self._boxes(begins, rank, _SUM_BYTES)
-        self._joins = self._boxes(begins + _box_bytes(kernels, size, _SUM_BYTES), rank, _JOIN_BYTES)
+        begins = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
+        behind = begins + _box_bytes(len(begins), _SUM_SLOTS, _SUM_SLOT_BYTES)
+        self._sums = self._boxes(begins, rank, _SUM_SLOTS, _SUM_SLOT_BYTES)
+        self._joins = self._boxes(behind, rank, _JOIN_SLOTS, _JOIN_SLOT_BYTES)
 
-    def _boxes(self, begins: Tensor, rank: int, room: int) -> Mapping[torch.dtype, Any]:
-        """Return the inboxes of ``room`` bytes a share that begin at these addresses, by dtype."""
-        kernels, size = self._kernels, len(begins)
-        flags = begins + 2 * size * room
-        turns = torch.zeros(kernels.MAX_PIECES, dtype=torch.int32, device=begins.device)
+    def _boxes(
+        self, begins: Tensor, rank: int, num_slots: int, slot_bytes: int
+    ) -> Mapping[torch.dtype, Any]:
+        """Return the inboxes that begin at these addresses, by dtype."""
+        kernels = self.kernels
+        turns = torch.zeros(num_slots, dtype=torch.int32, device=begins.device)
         return {
-            dtype: kernels.Boxes(begins, flags, turns, rank, size, room // dtype.itemsize)
+            dtype: kernels.Boxes(begins, turns, rank, len(begins), slot_bytes // dtype.itemsize)
             for dtype in kernels.DTYPES
         }
 
@@ -162,41 +163,31 @@ class _Peers:
         try:
             symmetric = importlib.import_module("torch.distributed._symmetric_memory")
             kernels = importlib.import_module("mstar.models.parallel.sums_cuda")
-            num_bytes = sum(_box_bytes(kernels, size, room) for room in (_SUM_BYTES, _JOIN_BYTES))
+            num_bytes = _box_bytes(size, _SUM_SLOTS, _SUM_SLOT_BYTES)
+            num_bytes += _box_bytes(size, _JOIN_SLOTS, _JOIN_SLOT_BYTES)
             memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-            memory.zero_()
+            memory.view(torch.int16).fill_(kernels.EMPTY)
             handle = symmetric.rendezvous(memory, dist.group.WORLD)
             peers = cls(kernels, memory, list(handle.buffer_ptrs), rank)
         except (ImportError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             logger.info("GPUs do not reach each other, sums go by NCCL: %s", reason)
-        # All have cleared their flags behind this.
+        # All have emptied their inboxes behind this.
         has_all = torch.tensor(int(peers is not None), device=device)
         dist.all_reduce(has_all, dist.ReduceOp.MIN)
         return peers if has_all.item() else None
 
     def sums(self, share: Tensor) -> Any:
         """Return where a share of a sum goes; ``None``: it is none for the kernel."""
-        return self._sums[share.dtype] if self._fits(share, _SUM_BYTES) else None
+        boxes = self._sums.get(share.dtype)
+        return boxes if boxes is not None and self.kernels.can_sum(share, boxes) else None
 
     def joins(self, share: Tensor) -> Any:
         """Return where a share to be gathered goes; ``None``: it is none for the kernel."""
-        return self._joins[share.dtype] if self._fits(share, _JOIN_BYTES) else None
-
-    def _fits(self, share: Tensor, room: int) -> bool:
-        kernels = self._kernels
-        return (
-            share.dtype in kernels.DTYPES
-            and 0 < len(share) <= kernels.MAX_ROWS
-            and share.nbytes <= room
-        )
-
-    @property
-    def kernels(self) -> Any:
-        """The module ``sums_cuda``."""
-        return self._kernels
+        boxes = self._joins.get(share.dtype)
+        return boxes if boxes is not None and self.kernels.can_join(share, boxes) else None
 
 
-def _box_bytes(kernels: Any, size: int, room: int) -> int:
-    """Return the bytes of a rank's inbox and flags."""
-    return 2 * size * room + size * int(kernels.MAX_PIECES) * 4
+def _box_bytes(size: int, num_slots: int, slot_bytes: int) -> int:
+    """Return the bytes of a rank's inbox."""
+    return 2 * size * num_slots * slot_bytes

@@ -1,14 +1,16 @@
 """Sums and gathers over ranks whose GPUs write to each other's memory, one Triton kernel each.
 
-A program has a piece of its rank's share: it writes it into the inboxes of the others, says so,
-and takes theirs from its own inbox once they have said so::
+A program has a piece of its rank's share: it writes it into the inboxes of the others, and takes
+theirs from its own inbox, where it looks until all of them is there::
 
-    rank 0   share ──► inbox of 1 ─► flag of 1        wait for own flag ─► share of 1 ─► sum
-    rank 1   share ──► inbox of 0 ─► flag of 0        wait for own flag ─► share of 0 ─► sum
+    rank 0   share ──► inbox of 1        look at own inbox ─► share of 1 ─► sum
+    rank 1   share ──► inbox of 0        look at own inbox ─► share of 0 ─► sum
 
-Flags count turns, and inboxes are used in turns of two: who has got the next share of a piece
-knows that the one before it was read. Programs wait only for their like on other devices, which
-were started in the same order there, so that the first of those that are not done always gets on.
+What is not there yet has a pattern that no share has, so that neither flags nor an order of writes
+is needed: every element says itself that it has come. Who took a piece writes the pattern again.
+A piece has slots of its own, used in turns of two: who has got the next share of a piece knows
+that the one before it was taken. Programs wait only for their like on other devices, which were
+started in the same order there, so that the first of those that are not done always gets on.
 All ranks add up in the order of the ranks, and so have the same bits.
 """
 
@@ -21,12 +23,10 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What the kernels take."""
-MAX_PIECES = 4096
-"""Programs of one launch."""
-MAX_ROWS = 256
-"""Rows of one share."""
+EMPTY = -(1 << 15)
+"""What each two bytes of an inbox hold, as an int16, where nothing has come: -0.0, or as float32
+-4.6e-41. A share that has it gives 0.0 for it."""
 
-_JOIN_BLOCK = 8192
 _THREAD_ELEMENTS = 16
 
 
@@ -34,22 +34,33 @@ class Boxes(NamedTuple):
     """Where the ranks' shares meet."""
 
     inboxes: Tensor
-    """int64 ``[size]``: address of each rank's inbox, ``[2, size, room]`` elements."""
-    flags: Tensor
-    """int64 ``[size]``: address of each rank's flags, int32 ``[size, MAX_PIECES]``."""
+    """int64 ``[size]``: address of each rank's inbox, ``[2, size, num_slots, slot]`` elements."""
     turns: Tensor
-    """int32 ``[MAX_PIECES]``: uses of each piece until now."""
+    """int32 ``[num_slots]``: uses of each slot until now."""
     rank: int
     size: int
-    room: int
-    """Elements of one rank's share."""
+    slot: int
+    """Elements of one piece, a power of two."""
+
+
+def can_sum(share: Tensor, boxes: Boxes) -> bool:
+    """Tell whether ``total`` and ``add_norm`` take ``[num_rows, width]`` of one of ``DTYPES``."""
+    num_rows, width = share.shape
+    return 0 < num_rows <= len(boxes.turns) and width <= boxes.slot
+
+
+def can_join(share: Tensor, boxes: Boxes) -> bool:
+    """Tell whether ``join`` takes ``[num_rows, width]`` of one of ``DTYPES``."""
+    num_rows, width = share.shape
+    num_pieces: int = num_rows * -(-width // boxes.slot)
+    return 0 < num_pieces <= len(boxes.turns)
 
 
 def total(share: Tensor, boxes: Boxes) -> Tensor:
     """Return the sum of all ranks' ``share``, in a new tensor.
 
     Args:
-        share: ``[num_rows, width]``, contiguous; of ``room`` elements at most.
+        share: ``[num_rows, width]``, contiguous; such as ``can_sum`` agrees to.
         boxes: Where to meet.
     """
     return _sum(share, share, None, 0.0, boxes)
@@ -60,7 +71,7 @@ def add_norm(x: Tensor, share: Tensor, weight: Tensor, eps: float, boxes: Boxes)
 
     Args:
         x: ``[num_rows, width]``, contiguous.
-        share: The same shape and dtype, contiguous; of ``room`` elements at most.
+        share: The same shape and dtype, contiguous; such as ``can_sum`` agrees to.
         weight: float32 ``[width]``.
         eps: Added to the mean square.
         boxes: Where to meet.
@@ -69,8 +80,8 @@ def add_norm(x: Tensor, share: Tensor, weight: Tensor, eps: float, boxes: Boxes)
 
 
 def _sum(x: Tensor, share: Tensor, weight: Tensor | None, eps: float, boxes: Boxes) -> Tensor:
+    assert can_sum(share, boxes), share.shape
     num_rows, width = share.shape
-    _check(share, num_rows, boxes)
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _sum_kernel[(num_rows,)](
@@ -79,14 +90,13 @@ def _sum(x: Tensor, share: Tensor, weight: Tensor | None, eps: float, boxes: Box
         share,
         x if weight is None else weight,
         boxes.inboxes,
-        boxes.flags,
         boxes.turns,
         width,
-        boxes.room,
+        len(boxes.turns) * boxes.slot,
         eps,
         RANK=boxes.rank,
         SIZE=boxes.size,
-        PIECES=MAX_PIECES,
+        SLOT=boxes.slot,
         HAS_NORM=weight is not None,
         BLOCK=block,
         num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
@@ -98,82 +108,74 @@ def join(share: Tensor, boxes: Boxes) -> Tensor:
     """Return all ranks' ``share`` side by side, ``[num_rows, size * width]``.
 
     Args:
-        share: ``[num_rows, width]``, contiguous; of ``room`` elements at most.
+        share: ``[num_rows, width]``, contiguous; such as ``can_join`` agrees to.
         boxes: Where to meet.
     """
+    assert can_join(share, boxes), share.shape
     num_rows, width = share.shape
-    num_pieces = num_rows * triton.cdiv(width, _JOIN_BLOCK)
-    _check(share, num_pieces, boxes)
     out = share.new_empty((num_rows, boxes.size * width))
-    _join_kernel[(num_pieces,)](
+    _join_kernel[(num_rows * triton.cdiv(width, boxes.slot),)](
         out,
         share,
         boxes.inboxes,
-        boxes.flags,
         boxes.turns,
         width,
-        boxes.room,
+        len(boxes.turns) * boxes.slot,
         RANK=boxes.rank,
         SIZE=boxes.size,
-        PIECES=MAX_PIECES,
-        BLOCK=_JOIN_BLOCK,
+        SLOT=boxes.slot,
         num_warps=8,
     )
     return out
 
 
-def _check(share: Tensor, num_pieces: int, boxes: Boxes) -> None:
-    assert num_pieces <= MAX_PIECES, (num_pieces, MAX_PIECES)
-    assert share.numel() <= boxes.room, (share.shape, boxes.room)
+@triton.jit
+def _is_empty(x):
+    if x.dtype.primitive_bitwidth == 32:
+        found = x.to(tl.int32, bitcast=True) == -0x7FFF8000
+    else:
+        found = x.to(tl.int16, bitcast=True) == -0x8000
+    return found
 
 
 @triton.jit
-def _give(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by place
+def _inbox(inboxes, rank, share):
+    # Without being told Triton takes it to be aligned to nothing, and writes number by number.
+    return tl.multiple_of(tl.load(inboxes + rank).to(share.dtype), 16)
+
+
+@triton.jit
+def _give(  # noqa: PLR0913, PLR0917 - a function of Triton's takes its arguments by place
     own,
     inside,
     place,
-    turn,
     inboxes,
-    flags,
     share,
-    turns,
     room,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
 ):
-    piece = tl.program_id(0)
+    # The rank takes its own as the others do, so that all have the same bits.
+    given = tl.where(_is_empty(own), 0.0, own).to(own.dtype)
     for step in tl.static_range(1, SIZE):
-        inbox = tl.load(inboxes + (RANK + step) % SIZE).to(share.dtype)
-        tl.store(inbox + place + RANK * room, own, mask=inside)
-    # One thread raises the flags, and must do so behind what all threads wrote.
-    tl.debug_barrier()
-    for step in tl.static_range(1, SIZE):
-        flag = tl.load(flags + (RANK + step) % SIZE).to(turns.dtype) + RANK * PIECES + piece
-        tl.atomic_xchg(flag, turn, sem="release", scope="sys")
+        inbox = _inbox(inboxes, (RANK + step) % SIZE, share)
+        tl.store(inbox + place + RANK * room, given, mask=inside)
+    return given
 
 
 @triton.jit
-def _take(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by place
-    peer,
-    inside,
-    place,
-    turn,
-    inboxes,
-    flags,
-    share,
-    turns,
-    room,
-    RANK: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    flag = tl.load(flags + RANK).to(turns.dtype) + peer * PIECES + tl.program_id(0)
-    # The difference stays right when the count of turns wraps around.
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0:
-        pass
-    tl.debug_barrier()
-    inbox = tl.load(inboxes + RANK).to(share.dtype)
-    return tl.load(inbox + place + peer * room, mask=inside, other=0.0, volatile=True)
+def _take(own, peer, inside, place, inboxes, share, room, RANK: tl.constexpr):  # noqa: PLR0913, PLR0917
+    inbox = _inbox(inboxes, RANK, share) + place + peer * room
+    got = tl.load(inbox, mask=inside, other=0.0, volatile=True)
+    while tl.max(_is_empty(got).to(tl.int32), 0) != 0:
+        got = tl.load(inbox, mask=inside, other=0.0, volatile=True)
+    # All threads have theirs: they found it out together.
+    if own.dtype.primitive_bitwidth == 32:
+        empty = tl.full(own.shape, -0x7FFF8000, tl.int32)
+    else:
+        empty = tl.full(own.shape, -0x8000, tl.int16)
+    tl.store(inbox, empty.to(own.dtype, bitcast=True), mask=inside)
+    return got
 
 
 @triton.jit
@@ -183,14 +185,13 @@ def _sum_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pla
     share,
     weight,
     inboxes,
-    flags,
     turns,
     width,
     room,
     eps,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
+    SLOT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -199,9 +200,9 @@ def _sum_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pla
     inside = column < width
     at = row.to(tl.int64) * width + column
     turn = tl.load(turns + row) + 1
-    place = (turn & 1).to(tl.int64) * SIZE * room + at
+    place = (turn & 1).to(tl.int64) * SIZE * room + row * SLOT + column
     own = tl.load(share + at, mask=inside, other=0.0)
-    _give(own, inside, place, turn, inboxes, flags, share, turns, room, RANK, SIZE, PIECES)
+    own = _give(own, inside, place, inboxes, share, room, RANK, SIZE)
     before = tl.zeros([BLOCK], tl.float32)
     factor = before
     if HAS_NORM:
@@ -212,9 +213,7 @@ def _sum_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pla
         if peer == RANK:
             value += own.to(tl.float32)
         else:
-            value += _take(
-                peer, inside, place, turn, inboxes, flags, share, turns, room, RANK, PIECES
-            ).to(tl.float32)
+            value += _take(own, peer, inside, place, inboxes, share, room, RANK).to(tl.float32)
     tl.store(turns + row, turn)
     if HAS_NORM:
         # What later layers read is the rounded sum, so that is what is normalised.
@@ -230,29 +229,26 @@ def _join_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pl
     out,
     share,
     inboxes,
-    flags,
     turns,
     width,
     room,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
 ):
     piece = tl.program_id(0)
-    num_blocks = tl.cdiv(width, BLOCK)
+    num_blocks = tl.cdiv(width, SLOT)
     row = (piece // num_blocks).to(tl.int64)
-    column = piece % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    column = piece % num_blocks * SLOT + tl.arange(0, SLOT)
     inside = column < width
-    at = row * width + column
     turn = tl.load(turns + piece) + 1
-    place = (turn & 1).to(tl.int64) * SIZE * room + at
-    own = tl.load(share + at, mask=inside, other=0.0)
-    _give(own, inside, place, turn, inboxes, flags, share, turns, room, RANK, SIZE, PIECES)
+    place = (turn & 1).to(tl.int64) * SIZE * room + piece * SLOT + tl.arange(0, SLOT)
+    own = tl.load(share + row * width + column, mask=inside, other=0.0)
+    own = _give(own, inside, place, inboxes, share, room, RANK, SIZE)
     target = out + row * SIZE * width + column
     tl.store(target + RANK * width, own, mask=inside)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            got = _take(peer, inside, place, turn, inboxes, flags, share, turns, room, RANK, PIECES)
+            got = _take(own, peer, inside, place, inboxes, share, room, RANK)
             tl.store(target + peer * width, got, mask=inside)
     tl.store(turns + piece, turn)
