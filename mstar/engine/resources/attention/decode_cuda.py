@@ -1,8 +1,8 @@
 """Attention of one new token a segment to a paged cache, as a Triton kernel.
 
 A program takes the query heads that share a key head, and reads its keys and values once, page
-after page. Where there are few segments, each one's slots are dealt out to several programs, whose
-sums a second kernel puts together.
+after page. Where there are few segments, each one's slots are dealt out to several programs, and
+the last of them to be done puts their sums together.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ _MAX_SPLITS = 32
 
 
 class Pages(NamedTuple):
-    """Where segments lie in a cache; int32, on its device."""
+    """Where segments lie in a cache, and who has been there; int32, on its device."""
 
     begins: Tensor
     """``[B]``: place of each segment's first page in ``indices``."""
@@ -29,6 +29,8 @@ class Pages(NamedTuple):
     """``[B]``: slots that each segment's query may see, its own included, in tokens."""
     indices: Tensor
     """Pages of all segments."""
+    arrivals: Tensor
+    """``[B * num_kv_heads]``: counts programs that are done; zeros before and behind a call."""
 
 
 def num_splits(num_segments: int, num_kv_heads: int) -> int:
@@ -72,8 +74,10 @@ def decode(
         sums = query.new_empty((num_segments, num_heads, splits, dim), dtype=torch.float32)
         extents = query.new_empty((num_segments, num_heads, splits, 2), dtype=torch.float32)
     _decode_kernel[(num_kv_heads, num_segments, splits)](
+        out,
         sums,
         extents,
+        pages.arrivals,
         query,
         keys,
         values,
@@ -95,15 +99,15 @@ def decode(
         HAS_WINDOW=window is not None,
         num_warps=2,
     )
-    if splits > 1:
-        _merge_kernel[(num_segments * num_heads,)](out, sums, extents, DIM=dim, SPLITS=splits)
     return out
 
 
 @triton.jit
 def _decode_kernel(  # noqa: PLR0913, PLR0915, PLR0917 - a launch takes its arguments by place
     out,
+    sums,
     extents,
+    arrivals,
     query,
     keys,
     values,
@@ -169,25 +173,51 @@ def _decode_kernel(  # noqa: PLR0913, PLR0915, PLR0917 - a launch takes its argu
         weight = weight * shrink + tl.sum(share_of, 1)
         total = total * shrink[:, None] + tl.dot(share_of.to(value.dtype), value)
         top = new_top
-    if SPLITS == 1:
-        target = out + query_row[:, None] * DIM + column[None, :]
-        tl.store(target, (total / weight[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
-    else:
+    if SPLITS > 1:
         part = query_row * SPLITS + split
-        tl.store(out + part[:, None] * DIM + column[None, :], total, mask=is_row[:, None])
+        tl.store(sums + part[:, None] * DIM + column[None, :], total, mask=is_row[:, None])
         tl.store(extents + part * 2, top, mask=is_row)
         tl.store(extents + part * 2 + 1, weight, mask=is_row)
+        # One thread counts the program in, and must do so behind what all threads wrote.
+        tl.debug_barrier()
+        count = arrivals + segment * HEADS + head
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(count, 0)
+            _merge(out, sums, extents, query_row, is_row, ROWS, DIM, SPLITS)
+    else:
+        target = out + query_row[:, None] * DIM + column[None, :]
+        tl.store(target, (total / weight[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit
-def _merge_kernel(out, sums, extents, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    row = tl.program_id(0)
-    column = tl.arange(0, DIM)
-    part = row * SPLITS + tl.arange(0, SPLITS)
-    top = tl.load(extents + part * 2)
-    weight = tl.load(extents + part * 2 + 1)
-    # A part without slots has no weight, and nothing as its largest score.
-    scale = tl.where(weight > 0, tl.exp2(top - tl.max(top, 0)), 0.0)
-    total = tl.load(sums + part[:, None] * DIM + column[None, :])
-    mean = tl.sum(total * scale[:, None], 0) / tl.sum(weight * scale, 0)
-    tl.store(out + row * DIM + column, mean.to(out.dtype.element_ty))
+def _merge(  # noqa: PLR0913, PLR0917 - a function of Triton's takes its arguments by place
+    out,
+    sums,
+    extents,
+    query_row,
+    is_row,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    column = tl.arange(0, DIM)[None, :]
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
+        top = tl.maximum(top, _read(extents + (query_row * SPLITS + split) * 2, is_row))
+    weight = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = query_row * SPLITS + split
+        own_weight = _read(extents + part * 2 + 1, is_row)
+        # A part without slots has no weight, and nothing as its largest score.
+        scale = tl.where(own_weight > 0, tl.exp2(_read(extents + part * 2, is_row) - top), 0.0)
+        weight += own_weight * scale
+        total += _read(sums + part[:, None] * DIM + column, is_row[:, None]) * scale[:, None]
+    mean = (total / weight[:, None]).to(out.dtype.element_ty)
+    tl.store(out + query_row[:, None] * DIM + column, mean, mask=is_row[:, None])
+
+
+@triton.jit
+def _read(place, mask):
+    """Load what another program wrote, of which this one's processor may have an older copy."""
+    return tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")

@@ -226,8 +226,11 @@ class FixedDecodePlan(BackendPlan):
         self._kernels = kernels
         self._size = len(kv_plan.qo_lens)
         self._indices = indices
-        self._bounds = Mirror(2 * self._size, torch.int32, indices.tensor.device)
+        device = indices.tensor.device
+        self._bounds = Mirror(2 * self._size, torch.int32, device)
         """Each segment's first place in ``indices``, then each one's slots."""
+        num_counts = self._size * backend.config.num_kv_heads
+        self._arrivals = torch.zeros(num_counts, dtype=torch.int32, device=device)
 
     def fill(self, kv_plan: KVPlan) -> None:
         """Plan a step; what was recorded of ``run`` computes this one from now on."""
@@ -252,7 +255,7 @@ class FixedDecodePlan(BackendPlan):
             query.contiguous(),
             plan.keys[layer],
             plan.values[layer],
-            self._kernels.Pages(begins, lens, self._indices.tensor),
+            self._kernels.Pages(begins, lens, self._indices.tensor, self._arrivals),
             scale=config.scale,
             window=rules.window,
             soft_cap=rules.soft_cap,
