@@ -22,6 +22,7 @@ from mstar.engine.resources.attention.config import (
 )
 from mstar.engine.resources.kv.config import KVConfig, KVSpec, KVStep
 from mstar.engine.resources.kv.layout import KVPlan
+from mstar.engine.resources.mirror import send
 from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.sampler.config import SamplerConfig, SamplerSpec, SampleStep
@@ -70,7 +71,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, array: npt.NDArray[np.int64], device: torch.device) -> Self:
         """Return rows by their numbers."""
-        return cls(torch.from_numpy(array).to(device), array)
+        return cls(send(array, device), array)
 
 
 def _output(sampled: Sampled) -> NodeOutput:
@@ -150,7 +151,7 @@ class DecoderNode(SelectingNode):
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
         """Compute the step and sample."""
         kv: KVPlan = plans["kv"]
-        ids = torch.from_numpy(batch.token_ids()).to(self._embedding.device, non_blocking=True)
+        ids = send(batch.token_ids(), self._embedding.device)
         rows = None
         if len(batch.yielding) != len(ids):
             rows = Rows.of(batch.last_rows(), ids.device)

@@ -80,9 +80,15 @@ class Fetch:
         return self._copies
 
 
+def pinned(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor on the CPU that ``device`` can copy by itself.
+
+    A copy from other memory waits for what the device does, and so does who asks for it.
+    """
+    host = torch.from_numpy(values)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
 def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to a device, behind all work queued there."""
-    host = torch.from_numpy(values)
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+    return pinned(values, device).to(device, non_blocking=True)

@@ -19,7 +19,7 @@ from mstar.engine.resources.attention.base import (
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
 from mstar.engine.resources.attention.sdpa import SdpaPlan
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
-from mstar.engine.resources.mirror import Fence, Mirror
+from mstar.engine.resources.mirror import Fence, Mirror, pinned, send
 
 _HEAD_DIMS = (64, 128, 256)
 _CAPABILITY = (8, 0)
@@ -69,10 +69,9 @@ class _Pages:
         last_page_len = kv_lens - (counts - 1) * page_size
         return cls(indptr, indices, last_page_len.astype(np.int32))
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three as the library takes them."""
-        a, b, c = map(torch.from_numpy, (self.indptr, self.indices, self.last_page_len))
-        return a, b, c
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """Return the three as the library takes them, which copies them to ``device``."""
+        return [pinned(own, device) for own in (self.indptr, self.indices, self.last_page_len)]
 
     def kv_lens(self, page_size: int) -> _Int32:
         """Return the slots in use of each segment."""
@@ -96,7 +95,7 @@ class _Group:
     rows: slice | Tensor
     """Their new tokens among all ``T``."""
     qo_indptr: Tensor
-    """int32 ``[B + 1]`` on the CPU: a segment's first token among the group's."""
+    """int32 ``[B + 1]`` on the CPU, pinned: a segment's first token among the group's."""
     pages: _Pages
     segments: npt.NDArray[np.int64]
     """Their numbers in the step."""
@@ -118,6 +117,7 @@ def _groups(kv_plan: KVPlan, is_causal: Sequence[bool]) -> list[_Group]:
 
 def _group(kind: str, kv_plan: KVPlan, segments: npt.NDArray[np.int64]) -> _Group:
     lens = kv_plan.qo_lens[segments]
+    device = kv_plan.layout.device
     qo_indptr = np.zeros(len(segments) + 1, np.int32)
     lens.cumsum(out=qo_indptr[1:])
     first, last = kv_plan.qo_indptr[segments[0]], kv_plan.qo_indptr[segments[-1] + 1]
@@ -125,11 +125,11 @@ def _group(kind: str, kv_plan: KVPlan, segments: npt.NDArray[np.int64]) -> _Grou
     if last - first != qo_indptr[-1]:
         starts = kv_plan.qo_indptr[segments] - qo_indptr[:-1]
         index = np.arange(qo_indptr[-1]) + np.repeat(starts, lens)
-        rows = torch.from_numpy(index).to(kv_plan.layout.device)
+        rows = send(index, device)
     pages = _Pages.of(
         kv_plan.kv_lens[segments], kv_plan.page_table[segments], kv_plan.layout.page_size
     )
-    return _Group(kind, rows, torch.from_numpy(qo_indptr), pages, segments)
+    return _Group(kind, rows, pinned(qo_indptr, device), pages, segments)
 
 
 class FlashInferPlan(BackendPlan):
@@ -340,7 +340,7 @@ class Backend(AttentionBackend):
             return self._planned(
                 (group.kind, "fa2", rules),
                 self._decode_wrapper,
-                *group.pages.tensors(),
+                *group.pages.tensors(layout.device),
                 config.num_qo_heads,
                 config.num_kv_heads,
                 config.head_dim,
@@ -360,7 +360,7 @@ class Backend(AttentionBackend):
             (group.kind, library_backend, rules),
             partial(prefill, self._workspace, "NHD", backend=library_backend),
             group.qo_indptr,
-            *group.pages.tensors(),
+            *group.pages.tensors(layout.device),
             config.num_qo_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -412,7 +412,7 @@ class Backend(AttentionBackend):
             (group.kind, "gathered", LayerAttention()),
             partial(prefill, self._workspace, "NHD", backend="fa3"),
             group.qo_indptr,
-            torch.from_numpy(kv_indptr),
+            pinned(kv_indptr, layout.device),
             config.num_qo_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -421,7 +421,7 @@ class Backend(AttentionBackend):
             q_data_type=layout.dtype,
             kv_data_type=layout.dtype,
         )
-        slots = torch.from_numpy(group.pages.slots(layout.page_size)).to(layout.device)
+        slots = send(group.pages.slots(layout.page_size), layout.device)
         return _Gathered(wrapper, slots)
 
     def _prefill_backend(self, group: _Group, rules: LayerAttention) -> str:

@@ -30,7 +30,7 @@ from mstar.engine.resources.kv.rows import Rows, make_rows
 from mstar.engine.resources.kv.stream import StreamKeys
 from mstar.engine.resources.kv.table import PageTable
 from mstar.engine.resources.kv.tiers.stack import TierStack
-from mstar.engine.resources.mirror import Mirror
+from mstar.engine.resources.mirror import Mirror, send
 from mstar.engine.resources.step import ResourceStep, Segment
 from mstar.errors import ConfigError
 
@@ -509,7 +509,7 @@ class KVManager(Resource):
             qo_indptr=where.indptr,
             kv_lens=(where.stored + where.spans).astype(np.int32),
             page_table=self._table.gather(where.rows),
-            slots=torch.from_numpy(self._slots(where)).to(self.layout.device, non_blocking=True),
+            slots=send(self._slots(where), self.layout.device),
         )
 
     def _slots(self, where: Rows, ahead: int = 0) -> npt.NDArray[np.int64]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.resources.base import Deployment, Opening, Refusal, Resource
-from mstar.engine.resources.mirror import Mirror
+from mstar.engine.resources.mirror import Mirror, send
 from mstar.engine.resources.position.config import (
     PositionConfig,
     PositionSpec,
@@ -295,7 +295,7 @@ class PositionManager(Resource):
             RequestError: If an id is negative, or a counter would become so.
         """
         ids, end = self._ids(segments, step)
-        on_device = torch.from_numpy(ids).to(self._device)
+        on_device = send(ids, self._device)
         angles = []
         for table in self._tables:
             table.reserve(end)
