@@ -27,16 +27,19 @@ Compute = Callable[[Tensor, Mapping[str, Any], Tensor], Tensor]
 
 _NUM_WARM_UPS = 2
 _SIZES = (16, 32, 64, 128, 256, 512)
+_SIZES_OF_RANKS = (768, 1024, 1536, 2048)
+"""Ranks share a step's work, but each launches all of its kernels."""
 _MAX_ROWS = 64
 
 
-def piece_sizes(max_num_tokens: int) -> list[int]:
+def piece_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
     """Return the lengths of steps to record, in tokens, largest first.
 
     >>> piece_sizes(100)
     [64, 32, 16]
     """
-    return sorted((size for size in _SIZES if size <= max_num_tokens), reverse=True)
+    sizes = _SIZES + (_SIZES_OF_RANKS if num_ranks > 1 else ())
+    return sorted((size for size in sizes if size <= max_num_tokens), reverse=True)
 
 
 class Place(NamedTuple):

@@ -109,7 +109,9 @@ class Runner:
                     node.prepare(sizes, deployment.max_num_batched_tokens)
                     if recorder.record(sizes):
                         self._recorders[name] = recorder
-                        short = piece_sizes(deployment.max_num_batched_tokens)
+                        short = piece_sizes(
+                            deployment.max_num_batched_tokens, deployment.tensor_parallel_size
+                        )
                         recorder.record_pieces(short, deployment.max_num_seqs)
 
     def ever_fits(self, request: Request) -> Refusal | None:

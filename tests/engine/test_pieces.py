@@ -150,9 +150,12 @@ def test_step_with_more_answers_than_rows_runs_as_it_is(toy: DecoderModel) -> No
     assert recorder.num_pieced == 1
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(8192, 6), (512, 6), (511, 5), (16, 1), (15, 0)])
-def test_sizes_fit_the_budget(budget: int, sizes: int) -> None:
-    found = piece_sizes(budget)
+@pytest.mark.parametrize(
+    ("budget", "ranks", "sizes"),
+    [(8192, 1, 6), (512, 1, 6), (511, 1, 5), (16, 1, 1), (15, 1, 0), (8192, 2, 10), (1024, 4, 8)],
+)
+def test_sizes_fit_the_budget(budget: int, ranks: int, sizes: int) -> None:
+    found = piece_sizes(budget, ranks)
     assert len(found) == sizes
     assert found == sorted(found, reverse=True)
     assert all(size <= budget for size in found)

@@ -65,3 +65,21 @@ def test_two_gpus_choose_what_one_finds_likely(
             logprobs = dict(known.top)
             assert abs(logprob - logprobs[token]) < TOLERANCE[dtype]
             assert known.top[0][1] - logprobs[token] < 2 * TOLERANCE[dtype]
+
+
+def test_sums_and_gathers_of_any_size_are_right_and_the_same(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.gpu.sums_program"]
+    ranks = [
+        subprocess.Popen(
+            [*program, str(rank), "2", str(tmp_path / "meeting")],
+            stderr=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]
+    try:
+        failures = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], failures
+    finally:
+        for rank in ranks:
+            rank.kill()

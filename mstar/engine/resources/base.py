@@ -111,7 +111,7 @@ class Deployment:
     def __post_init__(self) -> None:
         suited = _SIZES["cuda" if self.device.startswith("cuda") else "cpu"]
         for own in fields(suited):
-            if not getattr(self, own.name):
+            if getattr(self, own.name) == 0:
                 object.__setattr__(self, own.name, getattr(suited, own.name))
 
     def check(self) -> None:

@@ -27,8 +27,9 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _TIMEOUT = timedelta(minutes=10)
 """Of one collective; kernels may be compiled before a rank gets to it."""
 _LEAVE_SECONDS = 10.0
-_SUM_SLOTS, _SUM_SLOT_BYTES = 256, 32 << 10
-"""Rows of a sum of no more than these go by the kernel."""
+_SUM_BYTES = 32 << 20
+"""Sums whose shares of all ranks take no more than this go by the kernel."""
+_LEAST_SLOT_BYTES = 256
 _JOIN_SLOTS, _JOIN_SLOT_BYTES = 2304, 16 << 10
 """Pieces of what is gathered of no more than these do: the logits of a full batch."""
 
@@ -122,7 +123,7 @@ class _Peers:
 
     Args:
         kernels: The module ``sums_cuda``.
-        memory: uint8, which the other ranks reach: an inbox for sums, then one for gathers.
+        memory: uint8, which the other ranks reach: an inbox for gathers, then one for sums.
         addresses: Of each rank's memory, as this rank's GPU reaches it.
         rank: Which of them this is.
     """
@@ -135,19 +136,23 @@ class _Peers:
     ) -> None:
         self.kernels: Any = kernels
         self._memory = memory
-        begins = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
-        behind = begins + _box_bytes(len(begins), _SUM_SLOTS, _SUM_SLOT_BYTES)
-        self._sums = self._boxes(begins, rank, _SUM_SLOTS, _SUM_SLOT_BYTES)
-        self._joins = self._boxes(behind, rank, _JOIN_SLOTS, _JOIN_SLOT_BYTES)
+        self._rank = rank
+        self._begins = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
+        self._joins = self._boxes(self._begins, self._turns(_JOIN_SLOTS), _JOIN_SLOT_BYTES)
+        self._sums: Mapping[torch.dtype, Any] | None = None
+        self._sum_room = _SUM_BYTES // len(addresses)
+        """Of one rank's shares, in bytes."""
+        self._sum_begins = self._begins + _join_bytes(len(addresses))
+        self._sum_turns = self._turns(self._sum_room // _LEAST_SLOT_BYTES)
 
-    def _boxes(
-        self, begins: Tensor, rank: int, num_slots: int, slot_bytes: int
-    ) -> Mapping[torch.dtype, Any]:
+    def _turns(self, num_slots: int) -> Tensor:
+        return torch.zeros(num_slots, dtype=torch.int32, device=self._memory.device)
+
+    def _boxes(self, begins: Tensor, turns: Tensor, slot_bytes: int) -> Mapping[torch.dtype, Any]:
         """Return the inboxes that begin at these addresses, by dtype."""
-        kernels = self.kernels
-        turns = torch.zeros(num_slots, dtype=torch.int32, device=begins.device)
+        kernels, size = self.kernels, len(begins)
         return {
-            dtype: kernels.Boxes(begins, turns, rank, len(begins), slot_bytes // dtype.itemsize)
+            dtype: kernels.Boxes(begins, turns, self._rank, size, slot_bytes // dtype.itemsize)
             for dtype in kernels.DTYPES
         }
 
@@ -163,8 +168,7 @@ class _Peers:
         try:
             symmetric = importlib.import_module("torch.distributed._symmetric_memory")
             kernels = importlib.import_module("mstar.models.parallel.sums_cuda")
-            num_bytes = _box_bytes(size, _SUM_SLOTS, _SUM_SLOT_BYTES)
-            num_bytes += _box_bytes(size, _JOIN_SLOTS, _JOIN_SLOT_BYTES)
+            num_bytes = _join_bytes(size) + 2 * _SUM_BYTES
             memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
             memory.view(torch.int16).fill_(kernels.EMPTY)
             handle = symmetric.rendezvous(memory, dist.group.WORLD)
@@ -178,7 +182,15 @@ class _Peers:
         return peers if has_all.item() else None
 
     def sums(self, share: Tensor) -> Any:
-        """Return where a share of a sum goes; ``None``: it is none for the kernel."""
+        """Return where a share of a sum goes; ``None``: it is none for the kernel.
+
+        Room is for rows of the width that the first one has, which is the model's.
+        """
+        if self._sums is None:
+            row_bytes = share.shape[1] * share.itemsize
+            slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (row_bytes - 1).bit_length())
+            turns = self._sum_turns[: self._sum_room // slot_bytes]
+            self._sums = self._boxes(self._sum_begins, turns, slot_bytes)
         boxes = self._sums.get(share.dtype)
         return boxes if boxes is not None and self.kernels.can_sum(share, boxes) else None
 
@@ -188,6 +200,6 @@ class _Peers:
         return boxes if boxes is not None and self.kernels.can_join(share, boxes) else None
 
 
-def _box_bytes(size: int, num_slots: int, slot_bytes: int) -> int:
-    """Return the bytes of a rank's inbox."""
-    return 2 * size * num_slots * slot_bytes
+def _join_bytes(size: int) -> int:
+    """Return the bytes of a rank's inbox for gathers."""
+    return 2 * size * _JOIN_SLOTS * _JOIN_SLOT_BYTES
