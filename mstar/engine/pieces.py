@@ -85,6 +85,7 @@ class _Breaking(AttentionPlan):
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._query: Tensor | None = None
         self._attended: Tensor | None = None
         self._is_last = False
         self.graph = self._begin()
@@ -97,17 +98,20 @@ class _Breaking(AttentionPlan):
         return graph
 
     def run(self, layer: int, query: Tensor) -> Tensor:
-        # A copy, where one is needed, belongs to the graph that ends here.
-        query = query.contiguous()
+        # Layers share the memory of their queries; copies belong to the graph that ends here.
+        if self._query is None or self._query.shape != query.shape:
+            self._query = query.contiguous()
+        else:
+            self._query.copy_(query)
         self.graph.capture_end()
         if self._attended is None or self._attended.shape != query.shape:
-            self._attended = torch.zeros_like(query)
+            self._attended = torch.zeros_like(self._query)
         attended = self._attended
         self.breaks.append(
             _Break(
                 graph=self.graph,
                 layer=layer,
-                query=query,
+                query=self._query,
                 attended=attended,
                 is_last=self._is_last,
             )

@@ -1,7 +1,7 @@
 """Asks an engine of so many GPUs, as a program: what GPUs share, torch shares once a process.
 
-``python -m tests.gpu.ranks_program FOLDER DTYPE SIZE CUDA_GRAPHS`` reads prompts as JSON from its
-input, asks each twice, and writes the log-probabilities of every answer.
+``python -m tests.gpu.ranks_program FOLDER DTYPE SIZE CUDA_GRAPHS BUDGET`` reads prompts as JSON
+from its input, asks each twice, and writes the log-probabilities of every answer.
 """
 
 import json
@@ -17,14 +17,16 @@ from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.models.parallel.ranks import open_engine
 
 
-def engine(folder: str, dtype: str, size: int, *, cuda_graphs: bool = True) -> EngineCore:
+def engine(
+    folder: str, dtype: str, size: int, *, cuda_graphs: bool = True, budget: int = 48
+) -> EngineCore:
     deployment = Deployment(
         device="cuda",
         tensor_parallel_size=size,
         num_pages=400,
         max_num_seqs=8,
         max_model_len=1024,
-        max_num_batched_tokens=48,
+        max_num_batched_tokens=budget,
         cuda_graphs=cuda_graphs,
     )
     return open_engine(folder, deployment, dtype=dtype, load_format="dummy")
@@ -57,8 +59,9 @@ def run(
 
 
 def main() -> None:
-    folder, dtype, size, cuda_graphs = sys.argv[1:]
-    core = engine(folder, dtype, int(size), cuda_graphs=cuda_graphs == "True")
+    folder, dtype, size, cuda_graphs, budget = sys.argv[1:]
+    with_graphs = cuda_graphs == "True"
+    core = engine(folder, dtype, int(size), cuda_graphs=with_graphs, budget=int(budget))
     asked = json.load(sys.stdin)
     rounds = [run(core, asked), run(core, asked)]
     cached = core.stats().cached_tokens

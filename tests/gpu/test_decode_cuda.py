@@ -64,7 +64,8 @@ def test_every_segment_gets_what_the_formula_gives(
         return torch.randn(*shape, generator=generator).to(dtype).cuda()
 
     lens = torch.randint(1, 400, (num_segments,), generator=generator)
-    lens[0], lens[-1] = 1000, 1
+    lens[-1] = 1
+    lens[0] = 1000
     counts = -(-lens // page_size)
     indices = torch.randperm(int(counts.sum()), generator=generator) + 1
     shape = (len(indices) + 1, page_size, heads[1], dim)

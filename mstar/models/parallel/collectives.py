@@ -1,7 +1,7 @@
 """Sums and gathers over the ranks of one model, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-On GPUs that reach each other's memory, what is small, as in decode steps, goes by kernels of ours
-instead, which take less than half as long and do the norm behind a sum, too.
+On GPUs that reach each other's memory, what is not large goes by kernels of ours instead: those of
+decode steps take less than half as long, and do the norm behind a sum, too.
 """
 
 import importlib
@@ -27,11 +27,14 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _TIMEOUT = timedelta(minutes=10)
 """Of one collective; kernels may be compiled before a rank gets to it."""
 _LEAVE_SECONDS = 10.0
-_SUM_BYTES = 32 << 20
-"""Sums whose shares of all ranks take no more than this go by the kernel."""
-_LEAST_SLOT_BYTES = 256
+_SUM_BYTES = 16 << 20
+"""Sums of which a rank sends no more than this, its share to each of the others, go by the kernel:
+2,048 rows of 4,096 numbers of two bytes between two ranks."""
+_SLOT_STEP = 256
+"""Bytes; slots of sums are multiples of it."""
 _JOIN_SLOTS, _JOIN_SLOT_BYTES = 2304, 16 << 10
-"""Pieces of what is gathered of no more than these do: the logits of a full batch."""
+"""What is gathered goes by the kernel if it has no more pieces: logits of 256 rows of 147,456 ids,
+from two ranks."""
 
 
 class DistributedShard(Shard):
@@ -140,10 +143,8 @@ class _Peers:
         self._begins = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         self._joins = self._boxes(self._begins, self._turns(_JOIN_SLOTS), _JOIN_SLOT_BYTES)
         self._sums: Mapping[torch.dtype, Any] | None = None
-        self._sum_room = _SUM_BYTES // len(addresses)
-        """Of one rank's shares, in bytes."""
         self._sum_begins = self._begins + _join_bytes(len(addresses))
-        self._sum_turns = self._turns(self._sum_room // _LEAST_SLOT_BYTES)
+        self._sum_turns = self._turns(_sum_room(len(addresses)) // _SLOT_STEP)
 
     def _turns(self, num_slots: int) -> Tensor:
         return torch.zeros(num_slots, dtype=torch.int32, device=self._memory.device)
@@ -168,11 +169,14 @@ class _Peers:
         try:
             symmetric = importlib.import_module("torch.distributed._symmetric_memory")
             kernels = importlib.import_module("mstar.models.parallel.sums_cuda")
-            num_bytes = _join_bytes(size) + 2 * _SUM_BYTES
+            num_bytes = _join_bytes(size) + 2 * size * _sum_room(size)
             memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
             memory.view(torch.int16).fill_(kernels.EMPTY)
             handle = symmetric.rendezvous(memory, dist.group.WORLD)
-            peers = cls(kernels, memory, list(handle.buffer_ptrs), rank)
+            addresses = list(handle.buffer_ptrs)
+            if addresses[rank] != memory.data_ptr():
+                raise RuntimeError("the memory that ranks share begins before what was asked for")
+            peers = cls(kernels, memory, addresses, rank)
         except (ImportError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             logger.info("GPUs do not reach each other, sums go by NCCL: %s", reason)
@@ -184,12 +188,11 @@ class _Peers:
     def sums(self, share: Tensor) -> Any:
         """Return where a share of a sum goes; ``None``: it is none for the kernel.
 
-        Room is for rows of the width that the first one has, which is the model's.
+        Room is for rows of as many bytes as the first one's, which are the model's.
         """
         if self._sums is None:
-            row_bytes = share.shape[1] * share.itemsize
-            slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (row_bytes - 1).bit_length())
-            turns = self._sum_turns[: self._sum_room // slot_bytes]
+            slot_bytes = -(-share.shape[1] * share.itemsize // _SLOT_STEP) * _SLOT_STEP
+            turns = self._sum_turns[: _sum_room(len(self._begins)) // slot_bytes]
             self._sums = self._boxes(self._sum_begins, turns, slot_bytes)
         boxes = self._sums.get(share.dtype)
         return boxes if boxes is not None and self.kernels.can_sum(share, boxes) else None
@@ -203,3 +206,8 @@ class _Peers:
 def _join_bytes(size: int) -> int:
     """Return the bytes of a rank's inbox for gathers."""
     return 2 * size * _JOIN_SLOTS * _JOIN_SLOT_BYTES
+
+
+def _sum_room(size: int) -> int:
+    """Return the bytes of one rank's share of a sum, at most."""
+    return _SUM_BYTES // max(size - 1, 1) // _SLOT_STEP * _SLOT_STEP

@@ -9,8 +9,9 @@ theirs from its own inbox, where it looks until all of them is there::
 What is not there yet has a pattern that no share has, so that neither flags nor an order of writes
 is needed: every element says itself that it has come. Who took a piece writes the pattern again.
 A piece has slots of its own, used in turns of two: who has got the next share of a piece knows
-that the one before it was taken. Programs wait only for their like on other devices, which were
-started in the same order there, so that the first of those that are not done always gets on.
+that the one before it was taken. Programs wait only for their like on other devices. Launches come
+in the same order there, and programs of a launch in the order of their numbers, as devices start
+them though nothing promises it, so that the first of those that are not done always gets on.
 All ranks add up in the order of the ranks, and so have the same bits.
 """
 
@@ -40,7 +41,7 @@ class Boxes(NamedTuple):
     rank: int
     size: int
     slot: int
-    """Elements of one piece, a power of two."""
+    """Elements of one piece; a power of two where shares are gathered."""
 
 
 def can_sum(share: Tensor, boxes: Boxes) -> bool:
@@ -83,7 +84,8 @@ def _sum(x: Tensor, share: Tensor, weight: Tensor | None, eps: float, boxes: Box
     assert can_sum(share, boxes), share.shape
     num_rows, width = share.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
+    # A warp at least: its threads find out together whether all has come.
+    block = max(32, triton.next_power_of_2(width))
     _sum_kernel[(num_rows,)](
         out,
         x,
