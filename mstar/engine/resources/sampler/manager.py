@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -112,13 +113,20 @@ class SamplerPlan:
     """Samples one step's logits.
 
     Args:
-        batch: Its rows.
+        make: Returns its rows; called when logits come, while the device still computes them.
     """
 
-    __slots__ = ("_batch",)
+    __slots__ = ("_made", "_make")
 
-    def __init__(self, batch: _Batch) -> None:
-        self._batch = batch
+    def __init__(self, make: Callable[[], _Batch]) -> None:
+        self._make = make
+        self._made: _Batch | None = None
+
+    @property
+    def _batch(self) -> _Batch:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
     def sample(self, logits: Tensor) -> Sampled:
         """Return a token for every segment; arguments as for ``launch``."""
@@ -230,7 +238,7 @@ class SamplerManager(Resource):
         """Return what samples the step's logits, one row a segment in the same order."""
         if self._plan is None or self._planned is not segments:
             streams = [self._streams[s.request_id, s.label] for s in segments]
-            self._plan = SamplerPlan(self._batch(streams))
+            self._plan = SamplerPlan(partial(self._batch, streams))
             self._planned = segments
         return self._plan
 
