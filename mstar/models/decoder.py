@@ -127,7 +127,7 @@ class DecoderNode(SelectingNode):
         choose_kernels(read, sizes, num_tokens)
         written = [own for layer in self._layers for own in (layer.output, layer.down)]
         # Of more rows they are added at once, but where something comes in between.
-        are_added = type(written[0]) is Linear and not self._config.has_sandwich_norms
+        are_added = written[0].is_whole and not self._config.has_sandwich_norms
         choose_kernels(written, sizes, min(num_tokens, ADDED_FROM) if are_added else num_tokens)
         choose_kernels([self._head], sizes)
 

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Linear:
     """
 
     __slots__ = ("_bias", "_is_packed", "_kernels", "_weight", "out_features")
+    is_whole: ClassVar[bool] = True
+    """Nothing has to be done with a product before it is added to something."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features = weight.shape[0]
@@ -62,7 +64,7 @@ class Linear:
         Returns:
             ``None``, or what is left to be added, of the shape of ``total``.
         """
-        if x.is_cuda and x.shape[0] >= ADDED_FROM and self._bias is None:
+        if self.is_whole and x.is_cuda and x.shape[0] >= ADDED_FROM and self._bias is None:
             total.addmm_(x, self._weight.t())
             return None
         return self(x)

@@ -46,6 +46,7 @@ def test_numbers_that_were_left_open_are_settled(toy: DecoderModel) -> None:
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
         ({"page_size": -1}, "page_size is -1"),
         ({"page_size": 1.5}, "page_size is 1.5; it must be a whole number"),
+        ({"page_size": None}, "page_size is None; it must be a whole number"),
         ({"page_size": "16"}, "page_size is '16'; it must be a whole number"),
         ({"page_size": 10**7, "num_pages": None}, "0 pages of .*; .* or take a smaller page_size"),
         ({"max_model_len": -1}, "max_model_len is -1; .* between 0 and"),

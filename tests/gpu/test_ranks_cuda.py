@@ -78,7 +78,7 @@ def test_two_gpus_choose_what_one_finds_likely(
 
 def test_sums_and_gathers_of_any_size_are_right_and_the_same(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.gpu.sums_program"]
-    logs = [(tmp_path / str(rank)).open("w+") for rank in range(2)]
+    logs = [(tmp_path / str(rank)).open("w") for rank in range(2)]
     ranks = [
         subprocess.Popen(
             [*program, str(rank), "2", str(tmp_path / "meeting")],
@@ -99,5 +99,6 @@ def test_sums_and_gathers_of_any_size_are_right_and_the_same(tmp_path: Path) -> 
     finally:
         for rank in ranks:
             rank.kill()
-    told = [log.seek(0) or log.read() for log in logs]
-    assert codes == [0, 0], told
+        for log in logs:
+            log.close()
+    assert codes == [0, 0], [Path(log.name).read_text() for log in logs]

@@ -85,6 +85,7 @@ class SummedLinear(Linear):
     """
 
     __slots__ = ("_is_left", "_shard")
+    is_whole = False
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, shard: Shard, *, is_left: bool = False
@@ -97,10 +98,6 @@ class SummedLinear(Linear):
         """Return ``[num_tokens, out_features]``, summed over the ranks or the rank's share."""
         share = super().__call__(x)
         return share if self._is_left else self._shard.total(share)
-
-    def add_to(self, total: Tensor, x: Tensor) -> Tensor | None:
-        """Return what ``x`` gives: it has to be summed first."""
-        return self(x)
 
 
 class SummingNorm(RMSNorm):
@@ -140,6 +137,7 @@ class JoinedLinear(Linear):
     """
 
     __slots__ = ("_num_all", "_shard")
+    is_whole = False
 
     def __init__(self, weight: Tensor, shard: Shard) -> None:
         self._shard = shard

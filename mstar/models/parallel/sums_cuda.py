@@ -166,17 +166,17 @@ def _give(  # noqa: PLR0913, PLR0917 - a function of Triton's takes its argument
 
 
 @triton.jit
-def _take(own, peer, inside, place, inboxes, share, room, RANK: tl.constexpr):  # noqa: PLR0913, PLR0917
+def _take(peer, inside, place, inboxes, share, room, RANK: tl.constexpr):
     inbox = _inbox(inboxes, RANK, share) + place + peer * room
     got = tl.load(inbox, mask=inside, other=0.0, volatile=True)
     while tl.max(_is_empty(got).to(tl.int32), 0) != 0:
         got = tl.load(inbox, mask=inside, other=0.0, volatile=True)
     # All threads have theirs: they found it out together.
-    if own.dtype.primitive_bitwidth == 32:
-        empty = tl.full(own.shape, -0x7FFF8000, tl.int32)
+    if got.dtype.primitive_bitwidth == 32:
+        empty = tl.full(got.shape, -0x7FFF8000, tl.int32)
     else:
-        empty = tl.full(own.shape, -0x8000, tl.int16)
-    tl.store(inbox, empty.to(own.dtype, bitcast=True), mask=inside)
+        empty = tl.full(got.shape, -0x8000, tl.int16)
+    tl.store(inbox, empty.to(got.dtype, bitcast=True), mask=inside)
     return got
 
 
@@ -215,7 +215,7 @@ def _sum_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pla
         if peer == RANK:
             value += own.to(tl.float32)
         else:
-            value += _take(own, peer, inside, place, inboxes, share, room, RANK).to(tl.float32)
+            value += _take(peer, inside, place, inboxes, share, room, RANK).to(tl.float32)
     tl.store(turns + row, turn)
     if HAS_NORM:
         # What later layers read is the rounded sum, so that is what is normalised.
@@ -251,6 +251,6 @@ def _join_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pl
     tl.store(target + RANK * width, own, mask=inside)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            got = _take(own, peer, inside, place, inboxes, share, room, RANK)
+            got = _take(peer, inside, place, inboxes, share, room, RANK)
             tl.store(target + peer * width, got, mask=inside)
     tl.store(turns + piece, turn)

@@ -18,6 +18,7 @@ from mstar.engine.resources.attention.base import (
 )
 from mstar.engine.resources.attention.config import AttentionConfig, LayerAttention
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+from mstar.engine.resources.mirror import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +170,11 @@ class SdpaPlan(BackendPlan):
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
         layout = self._kv_plan.layout
-        mask = torch.zeros(hidden.shape, dtype=layout.dtype)
-        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf).to(layout.device)
+        mask = torch.zeros(hidden.shape, dtype=layout.dtype, device=layout.device)
+        return mask.masked_fill_(send(hidden, layout.device), -torch.inf)
 
     def _move(self, index: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(index).to(self._kv_plan.layout.device)
+        return send(index, self._kv_plan.layout.device)
 
 
 class Backend(AttentionBackend):

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.engine.resources.mirror import send
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.sampler.stream import Stream
 from mstar.engine.resources.sampler.transforms import (
@@ -109,8 +110,8 @@ class _Edits:
         seen = [stream.history.update() for _, stream in self._penalised]
         lens = [len(ids) for ids, _ in seen]
         rows = self._spread([row for row, _ in self._penalised], lens, np.int64)
-        ids = torch.from_numpy(np.concatenate([ids for ids, _ in seen])).to(self._device)
-        counts = torch.from_numpy(np.concatenate([own for _, own in seen])).to(self._device)
+        ids = send(np.concatenate([ids for ids, _ in seen]), self._device)
+        counts = send(np.concatenate([own for _, own in seen]), self._device)
         params = [stream.params for _, stream in self._penalised]
         repetition = self._spread([p.repetition_penalty for p in params], lens, np.float32)
         presence = self._spread([p.presence_penalty for p in params], lens, np.float32)
@@ -119,7 +120,7 @@ class _Edits:
         output_penalty_(logits, rows, ids, counts, (presence, frequency))
 
     def _spread(self, values: Sequence[float], lens: Sequence[int], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype), lens)).to(self._device)
+        return send(np.repeat(np.asarray(values, dtype), lens), self._device)
 
 
 class _Group:
