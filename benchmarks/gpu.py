@@ -54,6 +54,8 @@ LLAMA_8B: dict[str, Any] = {
 NUM_WEIGHTS = 8.03e9
 WAIT_US = 20
 """A pause of the device that is longer than any inside a recorded step, in microseconds."""
+REST_S = 0.2
+"""How long a card rests before a prompt that finds it at its highest clock."""
 KV_BYTES = 2 * 32 * 8 * 128 * 2
 """Of one token."""
 TIER_PROMPTS = 4
@@ -177,16 +179,25 @@ class Bench:
         return row
 
     def prefill(self, num_tokens: int, repeats: int = 5) -> dict[str, object]:
-        """Return a row of the table: time to the first token of one prompt."""
-        times = []
-        for _ in range(repeats):
-            self.add(num_tokens, 1)
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            self.drain()
-            times.append((time.perf_counter() - started) * 1e3)
-        wall = statistics.median(times[1:])
-        return self._prefill_row(num_tokens, wall)
+        """Return a row of the table: time to the first token of one prompt.
+
+        Prompts follow one another, which heats the card until its power limit lowers its clock; and
+        come after a rest.
+        """
+        busy = [self._prompt_ms(num_tokens) for _ in range(repeats)]
+        rested = [self._prompt_ms(num_tokens, REST_S) for _ in range(repeats)]
+        row = self._prefill_row(num_tokens, statistics.median(busy[1:]))
+        row["rested ms"] = f"{statistics.median(rested[1:]):.2f}"
+        return row
+
+    def _prompt_ms(self, num_tokens: int, rest: float = 0.0) -> float:
+        """Return the time to the first token of one prompt, in ms, after a rest in seconds."""
+        self.add(num_tokens, 1)
+        torch.cuda.synchronize()
+        time.sleep(rest)
+        started = time.perf_counter()
+        self.drain()
+        return (time.perf_counter() - started) * 1e3
 
     def reuse(
         self, num_shared: int, num_own: int = 32, repeats: int = 6

@@ -106,11 +106,15 @@ def check_same(shard: DistributedShard, calls: list[Call]) -> None:
 
 
 class Recording:
-    """Calls that are recorded once and replayed between others."""
+    """Calls that are recorded once and replayed between others.
+
+    It keeps the share that it reads at each replay.
+    """
 
     def __init__(self, shard: DistributedShard) -> None:
         self._size = shard.size
-        own = torch.ones(40, WIDTH, device=torch.device("cuda", shard.rank), dtype=torch.bfloat16)
+        device = torch.device("cuda", shard.rank)
+        own = self._own = torch.ones(40, WIDTH, device=device, dtype=torch.bfloat16)
         shard.total(own.clone())
         shard.join(own)
         torch.cuda.synchronize()
