@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import gpu_offline, gpu_sampling
+from benchmarks import gpu_offline, gpu_sampling, gpu_whisper
 from benchmarks.__main__ import table
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
@@ -355,6 +355,26 @@ def tier_rows(num_shared: int, given: dict[str, Any]) -> list[dict[str, object]]
     return rows
 
 
+def tables_beside(
+    asked: argparse.Namespace, given: dict[str, Any]
+) -> Iterator[list[dict[str, object]]]:
+    """Give the tables that need engines of their own, or none.
+
+    Args:
+        asked: The command line.
+        given: As for ``tier_rows``.
+    """
+    if asked.sampling:
+        yield gpu_sampling.rows(asked.sampling)
+    if asked.whisper:
+        yield gpu_whisper.rows(asked.whisper, ceilings()[0])
+    for num_requests in asked.transformers:
+        peer = gpu_offline.case(num_requests, LLAMA_8B["vocab_size"])
+        yield [gpu_offline.transformers_row(LLAMA_8B, peer)]
+    for num_shared in asked.tiers:
+        yield tier_rows(num_shared, given)
+
+
 def main() -> None:
     """Print the tables."""
     suited = Deployment(device="cuda")
@@ -374,14 +394,10 @@ def main() -> None:
     parser.add_argument("--offline", type=int, nargs="*", default=[256], help="requests")
     parser.add_argument("--transformers", type=int, nargs="*", default=[], help="requests")
     parser.add_argument("--sampling", type=int, nargs="*", default=[], help="rows")
+    parser.add_argument("--whisper", type=int, nargs="*", default=[], help="windows")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a CUDA device")
-    if asked.sampling:
-        print(table(gpu_sampling.rows(asked.sampling)), flush=True)
-    for num_requests in asked.transformers:
-        peer = gpu_offline.case(num_requests, LLAMA_8B["vocab_size"])
-        print(table([gpu_offline.transformers_row(LLAMA_8B, peer)]), flush=True)
     given = {
         "device": "cuda",
         "dtype": "bfloat16",
@@ -391,8 +407,8 @@ def main() -> None:
         "cuda_graphs": asked.cuda_graphs,
         "tensor_parallel_size": asked.tensor_parallel_size,
     }
-    for num_shared in asked.tiers:
-        print(table(tier_rows(num_shared, given)), flush=True)
+    for rows in tables_beside(asked, given):
+        print(table(rows), flush=True)
     if not (asked.decode or asked.prefill or asked.reuse or asked.overhead or asked.offline):
         return
     bench = Bench(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,16 +29,26 @@ _NUM_WARM_UPS = 2
 
 
 class RecordableNode(Node):
-    """A node whose step of one token a segment is a function of ids and plans.
+    """A node whose step of one token a stream is a function of ids and plans.
 
     The tokens that a step gives are the ids of its requests' next step on the node.
     """
+
+    num_streams = 1
+    """Streams of a request that a step computes; its segments are those of one stream of all
+    requests after the other."""
+    reads_tokens = False
+    """Whether ``launch`` reads its requests' tokens, for which it waits until they are there."""
+
+    def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Return the ids of a step, one a segment."""
+        return batch.token_ids()
 
     def prepare(self, sizes: Sequence[int], num_tokens: int) -> None:
         """Get ready for steps that will come, before any is recorded; by default nothing is done.
 
         Args:
-            sizes: Of decode steps, in segments.
+            sizes: Of decode steps, in requests.
             num_tokens: Of the largest step, in tokens.
         """
 
@@ -52,14 +63,15 @@ class RecordableNode(Node):
 
     @abstractmethod
     def launch(
-        self, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+        self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
     ) -> Pending:
         """Have the output made of what ``compute`` gave; reads nothing back.
 
         Args:
-            rows: One a segment.
+            batch: The step.
+            rows: One for each stream of its yielding requests, in the segments' order.
             plans: As ``forward`` takes them.
-            before: int64 ``[num_segments]``, on the device: the tokens that were computed, where
+            before: int64 ``[num_requests]``, on the device: the tokens that were computed, where
                 the requests' lists end before these; ``None``: their last.
         """
 
@@ -100,15 +112,15 @@ class _Graph(Protocol):
 class _Recording:
     graph: _Graph
     ids: Mirror
-    """int64 ``[size]``: read by the graph."""
+    """int64 ``[num_streams * size]``: read by the graph."""
     rows: Tensor
-    """``[size, ...]``: written by the graph."""
+    """``[num_streams * size, ...]``: written by the graph."""
 
 
 class Recorder:
     """The recordings of one node, a batch size each.
 
-    A step of ``B`` segments replays the smallest size that holds it; the rows beyond ``B`` read
+    A step of ``B`` requests replays the smallest size that holds it; the rows beyond theirs read
     and write the cache's sink page. All work is queued on the device's current stream, so that a
     step launched ahead finds what the one before it wrote, and whatever is queued later, in pages
     given up meanwhile too, comes behind both.
@@ -118,6 +130,8 @@ class Recorder:
         node: What to record.
         resources: The node's resources by key, in the order in which they plan.
         device: The CUDA device.
+        sent: Behind the last copy to the device, whose memory the next plans write again; recorders
+            of the same resources share it.
     """
 
     def __init__(
@@ -126,6 +140,7 @@ class Recorder:
         node: RecordableNode,
         resources: Mapping[str, Resource],
         device: torch.device,
+        sent: Fence,
     ) -> None:
         self._name = name
         self._node = node
@@ -137,8 +152,7 @@ class Recorder:
         """By tokens of the step, ascending."""
         self._place: Place | None = None
         self._pool: Any = None
-        self._sent = Fence(device)
-        """Behind the last copy to the device, whose memory the next plans write again."""
+        self._sent = sent
         self.num_replays = 0
         """Steps that were replayed."""
         self.num_ahead = 0
@@ -156,7 +170,7 @@ class Recorder:
         pool = self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         for place, size in enumerate(sorted(sizes, reverse=True), 1):
-            ids = Mirror(size, torch.int64, self._device)
+            ids = Mirror(self._node.num_streams * size, torch.int64, self._device)
             for _ in range(_NUM_WARM_UPS):
                 plans = self._plan(size, step)
                 if plans is None:
@@ -235,7 +249,7 @@ class Recorder:
         if flight is None:
             return None
         following = None
-        if goes_on:
+        if goes_on and not self._node.reads_tokens:
             tokens = flight.pending.tokens
             if len(rows) < len(tokens):
                 tokens = tokens[send(np.array(rows), self._device)]
@@ -249,19 +263,20 @@ class Recorder:
         plans = None if size is None else self._plan(size, step, 0 if before is None else 1)
         if size is None or plans is None:
             return None
-        recording, count = self._recordings[size], len(batch.segments)
+        recording, count = self._recordings[size], self._node.num_streams * len(batch.segments)
         ids = recording.ids
         if before is None:
             self._sent.wait()
-            ids.array[:count] = batch.token_ids()
+            ids.array[:count] = self._node.ids(batch)
             ids.send(count)
             self._sent.set()
         else:
             # A row that failed has no token; it is computed with another, and not read.
-            torch.clamp(before, min=0, out=ids.tensor[:count])
+            targets = ids.tensor[:count].view(-1, len(before))
+            torch.clamp(before.expand_as(targets), min=0, out=targets)
         recording.graph.replay()
         self.num_replays += 1
-        pending = self._node.launch(recording.rows[:count], plans, before)
+        pending = self._node.launch(batch, recording.rows[:count], plans, before)
         return Flight(batch=batch, pending=pending, revision=self._revision())
 
     def _run_pieces(self, batch: Batch, step: NodeStep) -> NodeOutput | None:
@@ -282,7 +297,7 @@ class Recorder:
         self.num_pieced += 1
         if not batch.yielding:
             return NodeOutput(token_ids=())
-        return self._node.launch(out[: len(batch.yielding)], plans).fetch()
+        return self._node.launch(batch, out[: len(batch.yielding)], plans).fetch()
 
     def _plan_pieces(self, size: int, step: NodeStep) -> dict[str, Any]:
         """Return the plans of a step, the positions filled up to ``size`` tokens."""
@@ -303,9 +318,10 @@ class Recorder:
     def _plan(self, size: int, step: NodeStep, ahead: int = 0) -> dict[str, Any] | None:
         self._sent.wait()
         plans: dict[str, Any] = {}
+        num_segments = self._node.num_streams * size
         for key, resource in self._resources.items():
             segments, own = step.segments_of(key), step.resources[key]
-            plan = resource.plan_fixed(size, segments, own, plans, ahead)
+            plan = resource.plan_fixed(num_segments, segments, own, plans, ahead)
             if plan is None:
                 break
             plans[key] = plan

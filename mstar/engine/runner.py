@@ -13,6 +13,7 @@ from mstar.engine.overlap import Flight
 from mstar.engine.pieces import piece_sizes
 from mstar.engine.request import Request, context_root
 from mstar.engine.resources.base import Deployment, Item, Opening, OutputStore, Refusal, Resource
+from mstar.engine.resources.mirror import Fence
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep, ResourceStep, Segment
 from mstar.errors import ConfigError, StorageError
@@ -101,10 +102,12 @@ class Runner:
         """Record the decode steps of every node that can be recorded, up to the most requests."""
         deployment = self._deployment
         sizes = decode_sizes(deployment.max_num_seqs)
+        device = torch.device(deployment.device)
+        sent = Fence(device)
         for name, node in self._nodes.items():
             if isinstance(node, RecordableNode):
                 resources = {key: self.resources[key] for key in self._keys_of[name]}
-                recorder = Recorder(name, node, resources, torch.device(deployment.device))
+                recorder = Recorder(name, node, resources, device, sent)
                 with torch.inference_mode():
                     node.prepare(sizes, deployment.max_num_batched_tokens)
                     if recorder.record(sizes):

@@ -4,6 +4,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from mstar.engine.batch import Batch, Node, NodeOutput
@@ -142,10 +144,21 @@ class _RecordableScoped(_Scoped, RecordableNode):
 
     inner: RecordableNode
 
+    def __init__(self, scope: Scope, node: RecordableNode) -> None:
+        super().__init__(scope, node)
+        self.num_streams = node.num_streams
+        self.reads_tokens = node.reads_tokens
+
+    def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
+        return self.inner.ids(batch)
+
+    def prepare(self, sizes: Sequence[int], num_tokens: int) -> None:
+        self.inner.prepare(sizes, num_tokens)
+
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         return self.inner.compute(ids, self._own(plans))
 
     def launch(
-        self, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+        self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
     ) -> Pending:
-        return self.inner.launch(rows, self._own(plans), before)
+        return self.inner.launch(batch, rows, self._own(plans), before)

@@ -184,7 +184,7 @@ class DecoderNode(SelectingNode):
         return self.embed_ids(ids)
 
     def launch(
-        self, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+        self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
     ) -> Pending:
         """Sample from logits."""
         sampler: SamplerPlan = plans["sampler"]

@@ -22,6 +22,7 @@ class DummyCheckpoint(Checkpoint):
     Args:
         path: What messages call it; a folder may hold a tokenizer.
         config: In the spelling of Hugging Face's config.json.
+        generation_config: Likewise; no weight depends on it.
         seed: Decides every weight.
         device: Where they are drawn.
     """
@@ -31,10 +32,11 @@ class DummyCheckpoint(Checkpoint):
         path: Path,
         config: dict[str, Any],
         *,
+        generation_config: dict[str, Any] | None = None,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(path, config=config, generation_config={}, tensors={})
+        super().__init__(path, config=config, generation_config=generation_config or {}, tensors={})
         self._seed = seed
         self._device = device or torch.device("cpu")
 
@@ -58,7 +60,9 @@ class DummyCheckpoint(Checkpoint):
 
 
 def open_dummy(name: str, device: torch.device) -> DummyCheckpoint:
-    """Return drawn weights for the ``config.json`` of a folder; no other file is needed.
+    """Return drawn weights for the ``config.json`` of a folder.
+
+    A ``generation_config.json`` is read where there is one; no other file is needed.
 
     Raises:
         ModelNotFoundError: If the name leads nowhere.
@@ -66,4 +70,10 @@ def open_dummy(name: str, device: torch.device) -> DummyCheckpoint:
     """
     path = resolve(name)
     folder = path if path.is_dir() else path.parent
-    return DummyCheckpoint(folder, read_json(folder / "config.json"), device=device)
+    generation = folder / "generation_config.json"
+    return DummyCheckpoint(
+        folder,
+        read_json(folder / "config.json"),
+        generation_config=read_json(generation) if generation.exists() else {},
+        device=device,
+    )

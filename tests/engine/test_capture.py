@@ -106,7 +106,7 @@ def test_fixed_plans_give_the_tokens_that_plans_give_and_keep_their_memory(
             ids = torch.full((4,), 5)
             ids[:count] = torch.from_numpy(batch.token_ids())
             rows = steps.node.compute(ids, plans)
-            output = steps.node.launch(rows[:count], plans).fetch()
+            output = steps.node.launch(batch, rows[:count], plans).fetch()
         kv, position = plans["kv"], plans["position"]
         assert isinstance(kv, KVPlan)
         places.add((kv.slots.data_ptr(), position.ids.data_ptr()))  # type: ignore[attr-defined]

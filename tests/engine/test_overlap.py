@@ -110,9 +110,13 @@ class CpuRecorder(Recorder):
 
     def record(self, sizes: Sequence[int]) -> bool:
         self.broken = {}
+        step = self._node.declare(Batch.of(self._name, ()))
         for size in sizes:
-            rows = torch.zeros(size, 160)
-            ids = Mirror(size, torch.int64, CPU)
+            ids = Mirror(self._node.num_streams * size, torch.int64, CPU)
+            with torch.inference_mode():
+                plans = self._plan(size, step)
+                assert plans is not None
+                rows = self._node.compute(ids.tensor, plans)
             self._recordings[size] = _Recording(graph=Graph(self, size), ids=ids, rows=rows)
         self._sizes = sorted(sizes)
         return True
@@ -150,7 +154,7 @@ class Bench:
         runner = self.engine._runner
         ((name, node),) = model.nodes.items()
         assert isinstance(node, RecordableNode)
-        self.recorder = CpuRecorder(name, node, runner.resources, CPU)
+        self.recorder = CpuRecorder(name, node, runner.resources, CPU, Fence(CPU))
         self.recorder.record(decode_sizes(self.engine.deployment.max_num_seqs))
         runner._recorders[name] = self.recorder
         kv = runner.resources["kv"]

@@ -21,6 +21,7 @@ from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.attention.base import AttentionPlan
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
+from mstar.engine.resources.mirror import Fence
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.step import NodeStep
 from mstar.models.decoder import DecoderModel
@@ -91,7 +92,7 @@ def engine(model: DecoderModel, sizes: list[int], num_rows: int = 4) -> tuple[En
     core = EngineCore(model, NUMBERS)
     ((name, node),) = model.nodes.items()
     assert isinstance(node, SelectingNode)
-    recorder = CpuRecorder(name, node, core._runner.resources, CPU)
+    recorder = CpuRecorder(name, node, core._runner.resources, CPU, Fence(CPU))
     recorder.use(sizes, num_rows)
     core._runner._recorders[name] = recorder
     return core, recorder

@@ -10,6 +10,7 @@ import pytest
 
 from mstar.engine.capture import RecordableNode, decode_sizes
 from mstar.engine.resources.attention import sdpa
+from mstar.engine.resources.mirror import Fence
 from mstar.models.toy_items import toy_item_model
 from tests.engine.test_overlap import CPU, CpuRecorder, choose
 from tests.laws.families import asking
@@ -35,7 +36,7 @@ def recorded() -> tuple[Desk, CpuRecorder]:
     (name, *_) = model.nodes
     node = model.nodes[name]
     assert isinstance(node, RecordableNode)
-    recorder = CpuRecorder(name, node, runner.resources, CPU)
+    recorder = CpuRecorder(name, node, runner.resources, CPU, Fence(CPU))
     recorder.record(decode_sizes(4))
     runner._recorders[name] = recorder
     return desk, recorder

@@ -17,12 +17,12 @@ from mstar.engine.output import ErrorInfo, FinishReason, RequestOutput
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan
 from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import NodeStep
 from mstar.models.toy_items import KIND, NUM_FEATURES
 from mstar.preprocess.items import Layout, PromptItem, array_of, item_digest, lay_out, prompt_keys
 from mstar.preprocess.prompt import request_root
+from tests.laws.watching import KeepingSampler
 
 PAGE_SIZE = 4
 # Logits are of size 1 to 10; the order of float32 sums differs between batches.
@@ -74,18 +74,6 @@ def layout(parts: Prompt) -> Layout:
     return laid_out if laid_out.inputs else Layout(laid_out.token_ids, [], [])
 
 
-class _Sampler:
-    """A sampler's plan that keeps the logits it is asked about."""
-
-    def __init__(self, plan: SamplerPlan, keep: Callable[[Tensor], None]) -> None:
-        self._plan = plan
-        self._keep = keep
-
-    def sample(self, logits: Tensor) -> Sampled:
-        self._keep(logits)
-        return self._plan.sample(logits)
-
-
 class Recorder(Node):
     """A node that keeps the logits behind every token.
 
@@ -115,7 +103,8 @@ class Recorder(Node):
                 own = self.logits.setdefault(request.request_id, {})
                 own[len(request.tokens) - request.num_prompt_tokens] = logits[row].clone()
 
-        return self._inner.forward(batch, {**plans, "sampler": _Sampler(plans["sampler"], keep)})
+        sampler = KeepingSampler(plans["sampler"], keep)
+        return self._inner.forward(batch, {**plans, "sampler": sampler})
 
 
 @dataclass

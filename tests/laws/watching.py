@@ -5,19 +5,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from mstar.engine.array import to_numpy
 from mstar.engine.batch import Batch, Node, NodeOutput
+from mstar.engine.capture import RecordableNode
 from mstar.engine.engine import EngineCore
 from mstar.engine.model import Model
 from mstar.engine.output import Emitted, ErrorInfo, FinishReason, RequestOutput
-from mstar.engine.request import PreparedRequest, Request
+from mstar.engine.overlap import Pending
+from mstar.engine.request import PreparedRequest, Request, RequestStatus
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplerSpec
-from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan
+from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan, Sampling
 from mstar.engine.resources.step import NodeStep
 from mstar.preprocess.prompt import request_root
 
@@ -29,16 +32,24 @@ Ask = Callable[[str, bytes | None], PreparedRequest]
 """Makes a request, given its id and its root."""
 
 
-class _Sampler:
-    """A sampler's plan that keeps the logits it is asked about."""
+class KeepingSampler:
+    """A sampler's plan that has the logits kept which it is asked about.
 
-    def __init__(self, plan: SamplerPlan, kept: list[Tensor]) -> None:
+    Args:
+        plan: What samples.
+        keep: Called with the logits before they are sampled.
+    """
+
+    def __init__(self, plan: SamplerPlan, keep: Callable[[Tensor], object]) -> None:
         self._plan = plan
-        self._kept = kept
+        self._keep = keep
 
     def sample(self, logits: Tensor) -> Sampled:
-        self._kept.append(logits.clone())
-        return self._plan.sample(logits)
+        return self.launch(logits).fetch()
+
+    def launch(self, logits: Tensor, before: Tensor | None = None) -> Sampling:
+        self._keep(logits)
+        return self._plan.launch(logits, before)
 
 
 class Watcher(Node):
@@ -71,15 +82,70 @@ class Watcher(Node):
         self.last = batch
         kept: list[Tensor] = []
         if self._key is not None:
-            plans = {**plans, self._key: _Sampler(plans[self._key], kept)}
-        output = self._inner.forward(batch, plans)
+            plans = self._keeping(plans, kept)
+        return self.note(batch, self._inner.forward(batch, plans), kept)
+
+    def _keeping(self, plans: Mapping[str, Any], kept: list[Tensor]) -> dict[str, Any]:
+        assert self._key is not None
+        sampler = KeepingSampler(plans[self._key], lambda logits: kept.append(logits.clone()))
+        return {**plans, self._key: sampler}
+
+    def note(self, batch: Batch, output: NodeOutput, kept: list[Tensor]) -> NodeOutput:
+        """Keep what a step chose, and from what."""
         self.sizes.append(len(batch.requests))
         self.num_encoded += len(batch.items)
         for place, index in enumerate(batch.yielding):
-            name = batch.requests[index].request_id
+            request = batch.requests[index]
+            # Of one that has gone on since the step was launched nobody asks it.
+            is_over = request.status is RequestStatus.FINISHED
+            if is_over or batch.node not in request.cursor.ready():
+                continue
+            name = request.request_id
             self.chosen.setdefault(name, []).append(output.token_ids[place])
             self.logits.setdefault(name, []).append(kept[0][place])
         return output
+
+
+class RecordedWatcher(Watcher, RecordableNode):
+    """One whose inner node's decode steps may be recorded."""
+
+    _inner: RecordableNode
+
+    def __init__(self, inner: RecordableNode, sampler_key: str | None) -> None:
+        super().__init__(inner, sampler_key)
+        self.num_streams = inner.num_streams
+        self.reads_tokens = inner.reads_tokens
+
+    def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
+        return self._inner.ids(batch)
+
+    def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
+        return self._inner.compute(ids, plans)
+
+    def launch(
+        self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+    ) -> Pending:
+        self.last = batch
+        kept: list[Tensor] = []
+        pending = self._inner.launch(batch, rows, self._keeping(plans, kept), before)
+        return _Noted(pending, lambda output: self.note(batch, output, kept))
+
+
+class _Noted(Pending):
+    def __init__(self, pending: Pending, note: Callable[[NodeOutput], NodeOutput]) -> None:
+        self.tokens = pending.tokens
+        self._pending = pending
+        self._note = note
+
+    def fetch(self) -> NodeOutput:
+        return self._note(self._pending.fetch())
+
+
+def watcher_of(node: Node, sampler_key: str | None) -> Watcher:
+    """Return a watcher of a node; arguments as for ``Watcher``."""
+    if isinstance(node, RecordableNode):
+        return RecordedWatcher(node, sampler_key)
+    return Watcher(node, sampler_key)
 
 
 @dataclass
@@ -114,7 +180,7 @@ class Desk:
             for node in spec.nodes
         }
         nodes = model.nodes
-        self.watchers = {name: Watcher(node, samplers.get(name)) for name, node in nodes.items()}
+        self.watchers = {n: watcher_of(node, samplers.get(n)) for n, node in nodes.items()}
         defaults: dict[str, Any] = {"max_num_seqs": 8, "page_size": PAGE_SIZE, "num_pages": 400}
         model.nodes = self.watchers
         try:

@@ -30,11 +30,11 @@ from mstar.engine.output import ErrorInfo, FinishReason
 from mstar.engine.request import Companion, PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.engine.resources.sampler.manager import Sampled, SamplerPlan
 from mstar.engine.resources.step import NodeStep
 from mstar.models.janus.config import GUIDANCE, IMAGE, OUTPUT, UNGUIDED
 from mstar.preprocess.items import Layout, lay_out, prompt_keys
 from mstar.preprocess.prompt import request_root
+from tests.laws.watching import KeepingSampler
 
 SIZE, PATCH, SLOTS = 32, 8, 16
 """Pixels along a side of an image that is looked at and of its patches; slots of an image, and
@@ -163,18 +163,6 @@ def save(folder: Path, *, is_tied: bool = False, **options: Any) -> JanusForCond
     return model
 
 
-class _Sampler:
-    """A sampler's plan that keeps the logits it is asked about."""
-
-    def __init__(self, plan: SamplerPlan, kept: list[Tensor]) -> None:
-        self._plan = plan
-        self._kept = kept
-
-    def sample(self, logits: Tensor) -> Sampled:
-        self._kept.append(logits.clone())
-        return self._plan.sample(logits)
-
-
 class Recorder(Node):
     """A node that keeps what it chose, and from which logits."""
 
@@ -191,7 +179,10 @@ class Recorder(Node):
 
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
         kept: list[Tensor] = []
-        own = {**plans, self._key: _Sampler(plans[self._key], kept)}
+        own = {
+            **plans,
+            self._key: KeepingSampler(plans[self._key], lambda logits: kept.append(logits.clone())),
+        }
         output = self.inner.forward(batch, own)
         self.sizes.append(len(batch.requests))
         for place, index in enumerate(batch.yielding):

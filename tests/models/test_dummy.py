@@ -10,6 +10,8 @@ from mstar.errors import ConfigError, WeightsError
 from mstar.models import load_model
 from mstar.models.dummy import DummyCheckpoint, open_dummy
 from mstar.models.toy import toy_model
+from mstar.models.whisper.model import WhisperModel
+from tests.models import whisper_folder
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,6 +32,20 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
     assert model.root_constants is not None
     other, _ = load_model(str(tmp_path), load_format="dummy", dtype="float32")
     assert other.root_constants == model.root_constants
+
+
+def test_ids_come_from_a_generation_config_where_there_is_one(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    whisper_folder.save(checkpoint)
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_bytes((checkpoint / name).read_bytes())
+    model, _ = load_model(str(folder), load_format="dummy", dtype="float32")
+    known, _ = load_model(str(checkpoint), dtype="float32")
+    assert isinstance(model, WhisperModel)
+    assert isinstance(known, WhisperModel)
+    assert model.tokens == known.tokens
 
 
 def test_without_a_config_the_folder_is_refused(tmp_path: Path) -> None:

@@ -11,19 +11,23 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mstar.engine.array import from_numpy
 from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
+from mstar.engine.capture import RecordableNode
 from mstar.engine.graph import Cursor, Edge, Graph, Loop, Run
 from mstar.engine.output import Emitted
+from mstar.engine.overlap import Pending
 from mstar.engine.request import Component, PreparedRequest, Request
 from mstar.engine.resources.attention.config import AttentionSpec, AttentionStep
 from mstar.engine.resources.encoder.config import EncoderConfig, EncoderSpec, EncoderStep
 from mstar.engine.resources.encoder.manager import EncoderPlan
 from mstar.engine.resources.kv.config import KVSpec, KVStep
+from mstar.engine.resources.mirror import send
 from mstar.engine.resources.position.config import PositionSpec, PositionStep
 from mstar.engine.resources.sampler.config import (
     SamplerConfig,
@@ -31,7 +35,7 @@ from mstar.engine.resources.sampler.config import (
     SampleStep,
     SamplingParams,
 )
-from mstar.engine.resources.sampler.manager import SamplerPlan
+from mstar.engine.resources.sampler.manager import SamplerPlan, Sampling
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep, Segment
 from mstar.errors import RequestError
@@ -215,7 +219,27 @@ class JanusDecoder(ItemDecoderNode):
         return self._norm(hidden)
 
 
-class JanusPainter(Node):
+class _PendingCodes(Pending):
+    """Codes that are being sampled.
+
+    Args:
+        sampling: Of them, counted from the first.
+        first_code: The id of that.
+    """
+
+    def __init__(self, sampling: Sampling, first_code: int) -> None:
+        codes = sampling.tokens
+        self.tokens = torch.where(codes < 0, codes, codes + first_code)
+        self._sampling = sampling
+        self._first_code = first_code
+
+    def fetch(self) -> NodeOutput:
+        sampled = self._sampling.fetch()
+        tokens = [self._first_code + code for code in sampled.token_ids.tolist()]
+        return NodeOutput(token_ids=tokens, failures=sampled.failed)
+
+
+class JanusPainter(RecordableNode):
     """The language model with the head and the embedding of codes.
 
     Ids from ``first_code`` on are codes, so that no page of codes has the key of one of text.
@@ -227,6 +251,8 @@ class JanusPainter(Node):
         hidden_size: Of the language model.
         take: Gives the tensors.
     """
+
+    num_streams = 2
 
     def __init__(
         self,
@@ -262,32 +288,44 @@ class JanusPainter(Node):
         )
 
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
-        """Compute both streams, lead the logits away from the one without a prompt, and sample."""
+        """Compute both streams and sample."""
+        ids, last = self.ids(batch), batch.last_rows()
         device = self._codes.device
-        main, free = batch.token_ids(), batch.token_ids(UNGUIDED)
-        x = self.embed(torch.from_numpy(np.concatenate((main, free))).to(device))
-        last = batch.last_rows()
-        rows = Rows.of(np.concatenate((last, last + len(main))), device)
-        kv, position, attention = (plans[key] for key in ("kv", "position", "attention"))
-        hidden = self._backbone.hidden(x, kv, position, attention, rows)
+        rows = Rows.of(np.concatenate((last, last + len(ids) // self.num_streams)), device)
+        hidden = self._hidden(send(ids, device), plans, rows)
         if not batch.yielding:
             return NodeOutput(token_ids=())
-        guided, unguided = self.code_logits(hidden).float().chunk(2)
+        return self.launch(batch, self.code_logits(hidden), plans).fetch()
+
+    def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Return the ids of both streams, the main ones first."""
+        return np.concatenate((batch.token_ids(), batch.token_ids(UNGUIDED)))
+
+    def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
+        """Return the logits of codes behind every token."""
+        return self.code_logits(self._hidden(ids, plans))
+
+    def _hidden(self, ids: Tensor, plans: Mapping[str, Any], rows: Rows | None = None) -> Tensor:
+        kv, position, attention = (plans[key] for key in ("kv", "position", "attention"))
+        return self._backbone.hidden(self.embed(ids), kv, position, attention, rows)
+
+    def launch(
+        self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+    ) -> Pending:
+        """Lead the logits away from the stream without a prompt, and sample."""
+        guided, unguided = rows.float().chunk(self.num_streams)
         scales = [float(batch.requests[i].prepared.options[GUIDANCE]) for i in batch.yielding]
-        scale = torch.tensor(scales, device=device)[:, None]
+        scale = send(np.array(scales, np.float32)[:, None], rows.device)
         sampler: SamplerPlan = plans[_SAMPLER]
-        sampled = sampler.sample(unguided + (guided - unguided) * scale)
-        tokens = [self._first_code + code for code in sampled.token_ids.tolist()]
-        return NodeOutput(token_ids=tokens, failures=sampled.failed)
+        sampling = sampler.launch(unguided + (guided - unguided) * scale, before)
+        return _PendingCodes(sampling, self._first_code)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return ``[num_tokens, hidden_size]`` for ids of text and of codes."""
+        codes = functional.embedding((ids - self._first_code).clamp(min=0), self._codes)
         is_code = ids >= self._first_code
-        x = self._backbone.embed_ids(ids.masked_fill(is_code, 0))
-        if bool(is_code.any()):
-            codes = functional.embedding(ids[is_code] - self._first_code, self._codes)
-            x[is_code] = self._aligner(codes)
-        return x
+        text = self._backbone.embed_ids(ids.masked_fill(is_code, 0))
+        return torch.where(is_code[:, None], self._aligner(codes), text)
 
     def code_logits(self, hidden: Tensor) -> Tensor:
         """Return ``[num_rows, num_codes]`` for the last layer's output."""

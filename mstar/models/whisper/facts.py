@@ -71,16 +71,13 @@ class Facts:
             if len(self._known) > _MAX_KNOWN:
                 del self._known[next(iter(self._known))]
 
-    def note_sampled(self, requests: Iterable[Request], logits: Tensor, token_ids: Tensor) -> None:
+    def note_sampled(self, requests: Iterable[Request], logprobs: Iterable[float]) -> None:
         """Take note of one step's tokens.
 
         Args:
             requests: One a row.
-            logits: ``[num_requests, vocab_size]``, float32, as the rules leave them.
-            token_ids: int64 ``[num_requests]``; -1 where none could be sampled.
+            logprobs: Of the token that each was given, in what the rules leave of its logits.
         """
-        chosen = token_ids.clamp(min=0).to(logits.device)[:, None]
-        logprobs = logits.log_softmax(1).gather(1, chosen)[:, 0].tolist()
         for request, logprob in zip(requests, logprobs, strict=True):
             # At the token's own place, so that a step that is run again changes nothing.
             place = len(request.tokens) - request.num_prompt_tokens

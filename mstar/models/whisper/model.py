@@ -18,9 +18,11 @@ from torch import Tensor
 
 from mstar.engine.array import from_numpy, to_numpy
 from mstar.engine.batch import Batch, Node, NodeKind, NodeOutput
+from mstar.engine.capture import RecordableNode
 from mstar.engine.graph import Cursor, Edge, Graph, Loop, Run
 from mstar.engine.model import Leg, Model
 from mstar.engine.output import Emitted
+from mstar.engine.overlap import Pending
 from mstar.engine.request import Component, ContextItem, PreparedRequest, Request, RequestItem
 from mstar.engine.resources.attention.config import (
     AttentionConfig,
@@ -37,6 +39,7 @@ from mstar.engine.resources.cross_attention.config import (
 from mstar.engine.resources.cross_attention.manager import CrossAttentionPlan
 from mstar.engine.resources.kv.config import KVConfig, KVSpec, KVStep
 from mstar.engine.resources.kv.keys import fingerprint
+from mstar.engine.resources.mirror import send
 from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.sampler.config import (
@@ -45,7 +48,7 @@ from mstar.engine.resources.sampler.config import (
     SampleStep,
     SamplingParams,
 )
-from mstar.engine.resources.sampler.manager import SamplerPlan
+from mstar.engine.resources.sampler.manager import SamplerPlan, Sampling
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import NodeStep
 from mstar.errors import RequestError
@@ -61,7 +64,7 @@ from mstar.models.whisper.config import (
 )
 from mstar.models.whisper.facts import Facts
 from mstar.models.whisper.layers import IGNORED, Decoder, Encoder, WhisperWeights
-from mstar.models.whisper.rules import Rules
+from mstar.models.whisper.rules import Asked, Rules
 from mstar.models.whisper.windows import Stretch, WhisperOptions, cut, following, prompt_ids
 
 KIND = "audio"
@@ -134,7 +137,36 @@ class WhisperEncoder(Node):
         return torch.from_numpy(window)
 
 
-class WhisperDecoder(Node):
+class _PendingText(Pending):
+    """Tokens that are being sampled.
+
+    Args:
+        sampling: Of them.
+        logprobs: float32 ``[num_requests]``: what the rules leave says of each.
+        requests: One a token.
+        facts: Where it is noted how sure the decoder was.
+    """
+
+    def __init__(
+        self, sampling: Sampling, logprobs: Tensor, requests: Sequence[Request], facts: Facts
+    ) -> None:
+        self.tokens = sampling.tokens
+        self._sampling = sampling
+        self._logprobs = logprobs
+        self._requests = requests
+        self._facts = facts
+
+    def fetch(self) -> NodeOutput:
+        sampled = self._sampling.fetch()
+        self._facts.note_sampled(self._requests, self._logprobs.tolist())
+        return NodeOutput(
+            token_ids=sampled.token_ids.tolist(),
+            logprobs=sampled.logprobs,
+            failures=sampled.failed,
+        )
+
+
+class WhisperDecoder(RecordableNode):
     """Writes down what the encoder heard, or names the language.
 
     Args:
@@ -142,6 +174,8 @@ class WhisperDecoder(Node):
         rules: What may be sampled.
         facts: Where it leaves how sure it was.
     """
+
+    reads_tokens = True
 
     def __init__(self, decoder: Decoder, rules: Rules, facts: Facts) -> None:
         self.decoder = decoder
@@ -169,45 +203,63 @@ class WhisperDecoder(Node):
 
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
         """Compute the step and sample."""
-        position: PositionPlan = plans["position"]
         decoder = self.decoder
-        ids = torch.from_numpy(batch.token_ids()).to(decoder.device)
-        x = decoder.embed(ids, position.ids)
-        hidden = decoder.hidden(x, plans["kv"], plans["attention"], plans[_CROSS])
-        self._note_starts(batch, hidden)
+        ids = send(batch.token_ids(), decoder.device)
+        hidden = self._hidden(ids, plans)
+        if not batch.is_decode:
+            self._note_starts(batch, lambda place: decoder.logits(hidden[place : place + 1])[0])
         if not batch.yielding:
             return NodeOutput(token_ids=())
         if len(batch.yielding) != len(ids):
-            hidden = hidden[torch.from_numpy(batch.last_rows()).to(decoder.device)]
-        logits = decoder.logits(hidden).float()
-        requests = [batch.requests[index] for index in batch.yielding]
-        for row, request in zip(logits, requests, strict=True):
-            self._restrict_(row, request)
-        sampler: SamplerPlan = plans["sampler"]
-        sampled = sampler.sample(logits)
-        self.facts.note_sampled(requests, logits, sampled.token_ids)
-        return NodeOutput(
-            token_ids=sampled.token_ids.tolist(),
-            logprobs=sampled.logprobs,
-            failures=sampled.failed,
-        )
+            hidden = hidden[send(batch.last_rows(), decoder.device)]
+        return self.launch(batch, decoder.logits(hidden), plans).fetch()
 
-    def _note_starts(self, batch: Batch, hidden: Tensor) -> None:
-        """Take note of the logits with which windows begin, where the step computes them."""
+    def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
+        """Return the logits behind every token."""
+        return self.decoder.logits(self._hidden(ids, plans))
+
+    def _hidden(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
+        position: PositionPlan = plans["position"]
+        x = self.decoder.embed(ids, position.ids)
+        return self.decoder.hidden(x, plans["kv"], plans["attention"], plans[_CROSS])
+
+    def launch(
+        self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
+    ) -> Pending:
+        """Sample from what the rules leave of logits."""
+        assert before is None, "what may come next follows from tokens that nobody has read"
+        if batch.is_decode:
+            self._note_starts(batch, rows.__getitem__)
+        requests = [batch.requests[index] for index in batch.yielding]
+        logits = rows.to(torch.float32, copy=True)
+        self._rules.restrict_(logits, [_asked(request) for request in requests])
+        sampler: SamplerPlan = plans["sampler"]
+        sampling = sampler.launch(logits)
+        chosen = sampling.tokens.clamp(min=0)[:, None]
+        logprobs = logits.log_softmax(1).gather(1, chosen)[:, 0]
+        return _PendingText(sampling, logprobs, requests, self.facts)
+
+    def _note_starts(self, batch: Batch, logits_of: Callable[[int], Tensor]) -> None:
+        """Take note of the logits with which windows begin, where the step computes them.
+
+        Args:
+            batch: The step.
+            logits_of: Returns those behind one of its tokens, ``[vocab_size]``.
+        """
         first = 0
         for request, (_, _, span) in zip(batch.requests, batch.segments, strict=True):
             place = self.facts.due(request, span)
             if place is not None and request.cursor.local_name == _WRITE:
-                row = hidden[first + place]
-                self.facts.note_start(request, self.decoder.logits(row[None])[0].float())
+                self.facts.note_start(request, logits_of(first + place).float())
             first += span
 
-    def _restrict_(self, row: Tensor, request: Request) -> None:
-        if request.cursor.local_name == _DETECT:
-            self._rules.language_(row)
-        else:
-            timestamps: bool = request.prepared.options["timestamps"]
-            self._rules.text_(row, request.generated(), timestamps=timestamps)
+
+def _asked(request: Request) -> Asked:
+    return Asked(
+        request.generated(),
+        timestamps=request.prepared.options["timestamps"],
+        is_language=request.cursor.local_name == _DETECT,
+    )
 
 
 class WhisperModel(Model):

@@ -4,13 +4,27 @@ Source: Radford et al. 2022, arXiv:2212.04356, and the checkpoints' generation c
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.engine.resources.mirror import send
 from mstar.models.whisper.config import WhisperTokens
 
 _NEVER = float("-inf")
+
+
+class Asked(NamedTuple):
+    """What a row of logits is for."""
+
+    generated: Sequence[int]
+    """Ids of the transcript so far."""
+    timestamps: bool
+    """Whether times are to be among them."""
+    is_language: bool = False
+    """A language is asked for, and no transcript."""
 
 
 class Rules:
@@ -25,59 +39,88 @@ class Rules:
     def __init__(self, tokens: WhisperTokens, vocab_size: int, device: torch.device) -> None:
         self._tokens = tokens
         self._first = tokens.first_timestamp
-        plain = sorted(set(tokens.suppressed))
-        self._suppressed = torch.tensor(plain, dtype=torch.int64, device=device)
-        begin = sorted({*plain, *tokens.begin_suppressed})
-        self._begin_suppressed = torch.tensor(begin, dtype=torch.int64, device=device)
+        self._num_times = vocab_size - self._first
+        self._suppressed, self._begin_suppressed, self._no_timestamps = (
+            torch.tensor(sorted(set(ids)), dtype=torch.int64, device=device)
+            for ids in (tokens.suppressed, tokens.begin_suppressed, (tokens.no_timestamps,))
+        )
+        self._columns = torch.arange(vocab_size, dtype=torch.int32, device=device)
         is_no_language = torch.ones(vocab_size, dtype=torch.bool, device=device)
         is_no_language[list(tokens.languages.values())] = False
         self._is_no_language = is_no_language
 
-    def language_(self, logits: Tensor) -> None:
-        """Leave nothing but the likeliest language in one row, ``[vocab_size]``, float32."""
-        best = logits.masked_fill(self._is_no_language, _NEVER).argmax()
-        logits.fill_(_NEVER)
-        logits[best] = 0.0
+    def restrict_(self, logits: Tensor, asked: Sequence[Asked]) -> None:
+        """Forbid in each row what may not come next; reads nothing back from the device.
 
-    def text_(self, logits: Tensor, generated: Sequence[int], *, timestamps: bool) -> None:
-        """Forbid in one row what may not come next in a transcript.
+        A language is left its likeliest alone.
 
         Args:
-            logits: ``[vocab_size]``, float32.
-            generated: Ids of the transcript so far.
-            timestamps: Whether times are to be among them.
+            logits: ``[num_rows, vocab_size]``, float32.
+            asked: One a row.
         """
-        logits.index_fill_(0, self._suppressed if generated else self._begin_suppressed, _NEVER)
-        if timestamps:
-            self._pair_(logits, generated)
-            self._prefer_(logits)
+        languages = [row for row, own in enumerate(asked) if own.is_language]
+        texts = [row for row, own in enumerate(asked) if not own.is_language]
+        begun = [row for row in texts if not asked[row].generated]
+        timed = [row for row in texts if asked[row].timestamps]
+        self._forbid_(logits, texts, self._suppressed)
+        self._forbid_(logits, begun, self._begin_suppressed)
+        if timed:
+            self._forbid_(logits, timed, self._no_timestamps)
+            self._time_(logits, asked, timed)
+        if languages:
+            self._name_(logits, languages)
 
-    def _pair_(self, logits: Tensor, generated: Sequence[int]) -> None:
-        """Let times come in pairs, never fall, and stand at the beginning."""
+    @staticmethod
+    def _forbid_(logits: Tensor, rows: Sequence[int], ids: Tensor) -> None:
+        if len(rows) == len(logits):
+            logits.index_fill_(1, ids, _NEVER)
+        elif rows:
+            at = send(np.array(rows), logits.device)
+            logits.index_put_((at[:, None], ids), logits.new_full((), _NEVER))
+
+    def _name_(self, logits: Tensor, rows: Sequence[int]) -> None:
+        """Leave nothing but the likeliest language."""
+        at = send(np.array(rows), logits.device)
+        best = logits[at].masked_fill_(self._is_no_language, _NEVER).argmax(1)
+        logits.index_fill_(0, at, _NEVER)
+        logits.index_put_((at, best), logits.new_zeros(()))
+
+    def _time_(self, logits: Tensor, asked: Sequence[Asked], rows: Sequence[int]) -> None:
+        """Let times come in pairs, never fall, and stand at the beginning.
+
+        A time is taken where times together are likelier than any other token.
+        """
+        bounds = np.zeros((4, len(logits), 1), np.int32)
+        first_time, stop_time, first_text, are_timed = bounds
+        stop_time[:] = self._num_times
+        for row in rows:
+            first_time[row], stop_time[row], first_text[row] = self._bounds(asked[row].generated)
+        are_timed[rows] = 1
+        sent = send(bounds, logits.device)
+        text, times = logits[:, : self._first], logits[:, self._first :]
+        place = self._columns[: self._num_times]
+        times.masked_fill_((place < sent[0]) | (place >= sent[1]), _NEVER)
+        if first_text.any():
+            text.masked_fill_(self._columns[: self._first] < sent[2], _NEVER)
+        is_time = times.logsumexp(1, keepdim=True) > text.amax(1, keepdim=True)
+        text.masked_fill_(is_time & sent[3].bool(), _NEVER)
+
+    def _bounds(self, generated: Sequence[int]) -> tuple[int, int, int]:
+        """Return the first time that may follow, the one behind the last, and the first text.
+
+        Times are counted from the first of all; text are all ids before it.
+        """
         first, tokens = self._first, self._tokens
-        logits[tokens.no_timestamps] = _NEVER
         if not generated:
-            logits[:first] = _NEVER
-            if tokens.max_initial_timestamp is not None:
-                logits[first + tokens.max_initial_timestamp + 1 :] = _NEVER
-            return
+            latest = tokens.max_initial_timestamp
+            return 0, self._num_times if latest is None else latest + 1, first
         is_behind_time = generated[-1] >= first
-        is_behind_pair = is_behind_time and (len(generated) < 2 or generated[-2] >= first)
-        if is_behind_pair:
-            logits[first:] = _NEVER
-            return
+        if is_behind_time and (len(generated) < 2 or generated[-2] >= first):
+            # A pair is complete.
+            return 0, 0, 0
         last = next((token for token in reversed(generated) if token >= first), None)
         if is_behind_time:
             # Only a second time or the end may follow.
-            logits[: tokens.end] = _NEVER
-        elif last is not None:
-            # A stretch is longer than nothing.
-            last += 1
-        if last is not None:
-            logits[first:last] = _NEVER
-
-    def _prefer_(self, logits: Tensor) -> None:
-        """Take a time where times together are likelier than any other token."""
-        first = self._first
-        if bool(logits[first:].logsumexp(0) > logits[:first].amax()):
-            logits[:first] = _NEVER
+            return generated[-1] - first, self._num_times, tokens.end
+        # A stretch is longer than nothing.
+        return 0 if last is None else last + 1 - first, self._num_times, 0

@@ -17,7 +17,7 @@ from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.models import load_model
 from mstar.models.locate import resolve
 from mstar.models.whisper.model import WhisperModel
-from mstar.models.whisper.rules import Rules
+from mstar.models.whisper.rules import Asked, Rules
 from mstar.preprocess.media.types import AudioMedia
 from mstar.preprocess.processors.base import TranscriptionTask
 from mstar.preprocess.processors.whisper import build
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_whole_models_logits_in_float64(budget: int | N
         total = 0.0
         for step, token in enumerate(chosen):
             row = logits[len(prompt) - 1 + step].clone()
-            rules.text_(row, chosen[:step], timestamps=options["timestamps"])
+            rules.restrict_(row[None], [Asked(chosen[:step], options["timestamps"])])
             total += row.log_softmax(0)[token].item()
         said = [token for token in chosen if token != END]
         (piece,) = answers[str(place)].emitted

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from mstar.models.whisper.config import WhisperTokens
-from mstar.models.whisper.rules import Rules
+from mstar.models.whisper.rules import Asked, Rules
 
 VOCAB = 40
 TOKENS = WhisperTokens(
@@ -30,8 +30,8 @@ TOKENS = WhisperTokens(
 RULES = Rules(TOKENS, VOCAB, torch.device("cpu"))
 
 
-def expected(logits: torch.Tensor, generated: list[int], *, timestamps: bool) -> torch.Tensor:
-    ids = torch.tensor([[21, *generated]])
+def expected(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    ids = torch.tensor([[21, *asked.generated]])
     config: Any = GenerationConfig(
         eos_token_id=20, no_timestamps_token_id=26, max_initial_timestamp_index=4
     )
@@ -39,7 +39,7 @@ def expected(logits: torch.Tensor, generated: list[int], *, timestamps: bool) ->
         SuppressTokensAtBeginLogitsProcessor(TOKENS.begin_suppressed, 1),
         SuppressTokensLogitsProcessor(TOKENS.suppressed),
     ]
-    if timestamps:
+    if asked.timestamps:
         steps.append(WhisperTimeStampLogitsProcessor(config, 1))
     scores = logits[None].clone()
     for step in steps:
@@ -47,26 +47,39 @@ def expected(logits: torch.Tensor, generated: list[int], *, timestamps: bool) ->
     return scores[0]
 
 
-@settings(max_examples=150, deadline=None)
+TRANSCRIPTS = st.builds(
+    Asked,
+    st.lists(st.integers(0, 20) | st.integers(27, VOCAB - 1), max_size=6),
+    st.booleans(),
+    st.sampled_from([False, False, True]),
+)
+
+
+@settings(max_examples=200, deadline=None)
 @given(
-    generated=st.lists(st.integers(0, 20) | st.integers(27, VOCAB - 1), max_size=6),
+    asked=st.lists(TRANSCRIPTS, min_size=1, max_size=6),
     seed=st.integers(0, 2**32 - 1),
-    timestamps=st.booleans(),
     lift=st.floats(-6, 6),
 )
-def test_rules_are_those_of_transformers(
-    generated: list[int], seed: int, timestamps: bool, lift: float
-) -> None:
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    logits[27:] += lift
-    wanted = expected(logits, generated, timestamps=timestamps)
-    RULES.text_(logits, generated, timestamps=timestamps)
-    assert torch.equal(logits, wanted)
+def test_rules_are_those_of_transformers(asked: list[Asked], seed: int, lift: float) -> None:
+    logits = torch.randn(len(asked), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[:, 27:] += lift
+    wanted = [
+        language(row) if own.is_language else expected(row, own)
+        for row, own in zip(logits, asked, strict=True)
+    ]
+    RULES.restrict_(logits, asked)
+    assert torch.equal(logits, torch.stack(wanted))
+
+
+def language(logits: torch.Tensor) -> torch.Tensor:
+    best = 22 if logits[22] >= logits[23] else 23
+    return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([best]), 0.0)
 
 
 def test_a_language_is_the_likeliest_of_the_languages_alone() -> None:
-    logits = torch.zeros(VOCAB)
-    logits[3], logits[22], logits[23] = 9.0, 1.0, 2.0
-    RULES.language_(logits)
-    assert logits.argmax() == 23
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 22], logits[0, 23] = 9.0, 1.0, 2.0
+    RULES.restrict_(logits, [Asked([], timestamps=True, is_language=True)])
+    assert logits[0].argmax() == 23
     assert int(logits.isfinite().sum()) == 1

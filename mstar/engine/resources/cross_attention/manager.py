@@ -1,7 +1,7 @@
 """CrossAttentionManager: keys and values of encoder outputs by name, within a pool of pages."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -245,6 +245,23 @@ class CrossAttentionManager(OutputStore):
         self._read = (segments, step.read, plan)
         return plan
 
+    def plan_fixed(
+        self,
+        size: int,
+        segments: tuple[Segment, ...],
+        step: ResourceStep,
+        plans: Mapping[str, Any],
+        ahead: int = 0,
+    ) -> CrossAttentionPlan | None:
+        """Return how single tokens attend to outputs, which are the same ahead."""
+        assert isinstance(step, CrossAttentionStep), type(step).__name__
+        if step.made or any(segment.span != 1 for segment in segments):
+            return None
+        kv_plan = self._kv_plan([1] * size, self._outputs_of(segments, step.read))
+        # One token that stands last sees all slots, causal or not.
+        attention = self._backend.plan_fixed(kv_plan, (True,) * size)
+        return None if attention is None else CrossAttentionPlan(self._pool, attention, {})
+
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Let what was made be found."""
         assert isinstance(step, CrossAttentionStep), type(step).__name__
@@ -284,32 +301,44 @@ class CrossAttentionManager(OutputStore):
 
     def _attention(self, segments: tuple[Segment, ...], names: tuple[bytes, ...]) -> AttentionPlan:
         """Return the attention of segments over the outputs of these names."""
-        assert len(names) == len(segments), f"{len(names)} outputs, {len(segments)} segments"
         spans: list[int] = []
         outputs: list[_Output] = []
-        for segment, name in zip(segments, names, strict=True):
-            output = self._outputs[name]
-            assert segment.request_id in output.owners, f"{segment} reads what it has not pinned"
+        own = self._outputs_of(segments, names)
+        for segment, output in zip(segments, own, strict=True):
             # Backends take no more new tokens than slots; rows do not see each other here.
             for begin in range(0, segment.span, output.length):
                 spans.append(min(output.length, segment.span - begin))
                 outputs.append(output)
-        table = np.zeros((len(spans), max(len(o.pages) for o in outputs)), np.int32)
-        for row, output in zip(table, outputs, strict=True):
+        return self._backend.plan(self._kv_plan(spans, outputs), (False,) * len(spans))
+
+    def _outputs_of(self, segments: tuple[Segment, ...], names: tuple[bytes, ...]) -> list[_Output]:
+        """Return the output that each segment attends to."""
+        assert len(names) == len(segments), f"{len(names)} outputs, {len(segments)} segments"
+        outputs = [self._outputs[name] for name in names]
+        for segment, output in zip(segments, outputs, strict=True):
+            assert segment.request_id in output.owners, f"{segment} reads what it has not pinned"
+        return outputs
+
+    def _kv_plan(self, spans: Sequence[int], outputs: Sequence[_Output]) -> KVPlan:
+        """Return where outputs lie, one a segment; segments beyond them have the page of nobody."""
+        count, num_pages = len(outputs), max((len(o.pages) for o in outputs), default=1)
+        table = np.zeros((len(spans), num_pages), np.int32)
+        kv_lens = np.ones(len(spans), np.int32)
+        for row, output in zip(table, outputs, strict=False):
             row[: len(output.pages)] = output.pages
+        kv_lens[:count] = [output.length for output in outputs]
         indptr = np.zeros(len(spans) + 1, np.int32)
         np.cumsum(spans, out=indptr[1:])
-        kv_plan = KVPlan(
+        return KVPlan(
             layout=self._pool.layout,
             keys=self._pool.keys,
             values=self._pool.values,
             qo_lens=np.array(spans, np.int32),
             qo_indptr=indptr,
-            kv_lens=np.array([output.length for output in outputs], np.int32),
+            kv_lens=kv_lens,
             page_table=table,
             slots=torch.empty(0, dtype=torch.int64, device=self._pool.layout.device),
         )
-        return self._backend.plan(kv_plan, (False,) * len(spans))
 
     def _num_pinned_pages(self) -> int:
         return sum(len(output.pages) for output in self._outputs.values() if output.owners)

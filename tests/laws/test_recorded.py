@@ -1,0 +1,86 @@
+"""Decode steps that are replayed give what steps give that are not.
+
+The recorder is the engine's own; a graph computes anew when it is replayed, as in test_overlap.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from mstar.engine.capture import Recorder, decode_sizes
+from mstar.engine.resources.attention import sdpa
+from mstar.engine.resources.mirror import Fence
+from tests.engine.test_overlap import CPU, CpuRecorder, choose
+from tests.laws.families import Family, family_of
+from tests.laws.watching import Desk, RecordedWatcher, assert_same
+
+NAMES = ("whisper", "janus-paints")
+"""Families with a node that reads tokens, and with one of two streams beside another."""
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    """Counts of tokens are kept as on a device; attention has fixed plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernels = SimpleNamespace(choose=choose)
+        patch.setattr("mstar.engine.resources.sampler.manager.kernels", lambda device: kernels)
+        patch.setattr("mstar.engine.resources.sampler.fused._load", lambda: kernels)
+        patch.setattr(sdpa.Backend, "plan_fixed", sdpa.Backend.plan)
+        yield
+
+
+def recorded(family: Family, **numbers: int) -> tuple[Desk, list[Recorder]]:
+    desk = Desk(family.model, attention_backend="sdpa", **numbers)
+    runner = desk.engine._runner
+    sent = Fence(CPU)
+    for name, node in desk.watchers.items():
+        if isinstance(node, RecordedWatcher):
+            resources = {key: runner.resources[key] for key in runner._keys_of[name]}
+            recorder = CpuRecorder(name, node, resources, CPU, sent)
+            recorder.record(decode_sizes(desk.engine.deployment.max_num_seqs))
+            runner._recorders[name] = recorder
+    return desk, list(runner._recorders.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("budget", [2048, 33])
+def test_requests_get_what_they_get_step_by_step(name: str, budget: int) -> None:
+    family = family_of(name)
+    desk, recorders = recorded(family, max_num_batched_tokens=budget)
+    plain = Desk(family.model, attention_backend="sdpa", max_num_batched_tokens=budget)
+    for turn in range(2):
+        # The second time pages are there, and what is left of prompts may be single tokens.
+        for place, ask in enumerate(family.asks):
+            desk.add(str(place), ask)
+            plain.add(str(place), ask)
+        answers, known = desk.drain(), plain.drain()
+        for key, answer in answers.items():
+            assert_same(answer, known[key])
+        assert all(recorder.num_replays > 5 * (turn + 1) for recorder in recorders)
+    assert any(recorder.num_ahead > 0 for recorder in recorders) == (name != "whisper")
+    assert desk.largest_batch > 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_is_aborted_leaves_the_others_as_they_are(name: str) -> None:
+    family = family_of(name)
+    desk, recorders = recorded(family)
+    for place, ask in enumerate(family.asks):
+        desk.add(str(place), ask)
+    while sum(recorder.num_replays for recorder in recorders) < 3:
+        desk.step()
+    desk.abort("0")
+    for key, answer in desk.drain().items():
+        plain = Desk(family.model, attention_backend="sdpa")
+        assert_same(answer, plain.ask(family.asks[int(key)], name=key))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_follows_a_cached_prompt_is_replayed_or_not_alike(name: str) -> None:
+    family = family_of(name)
+    desk, _ = recorded(family)
+    plain = Desk(family.model, attention_backend="sdpa")
+    ask = family.at(family.offsets[-1], 1, 1)
+    for _ in range(2):
+        assert_same(desk.ask(ask), plain.ask(ask))
