@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import gpu_offline, gpu_sampling, gpu_whisper
+from benchmarks import gpu_composite, gpu_offline, gpu_sampling
 from benchmarks.__main__ import table
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
@@ -366,8 +366,8 @@ def tables_beside(
     """
     if asked.sampling:
         yield gpu_sampling.rows(asked.sampling)
-    if asked.whisper:
-        yield gpu_whisper.rows(asked.whisper, ceilings()[0])
+    if asked.composite:
+        yield from gpu_composite.tables(asked.composite, ceilings()[0])
     for num_requests in asked.transformers:
         peer = gpu_offline.case(num_requests, LLAMA_8B["vocab_size"])
         yield [gpu_offline.transformers_row(LLAMA_8B, peer)]
@@ -394,7 +394,7 @@ def main() -> None:
     parser.add_argument("--offline", type=int, nargs="*", default=[256], help="requests")
     parser.add_argument("--transformers", type=int, nargs="*", default=[], help="requests")
     parser.add_argument("--sampling", type=int, nargs="*", default=[], help="rows")
-    parser.add_argument("--whisper", type=int, nargs="*", default=[], help="windows")
+    parser.add_argument("--composite", type=int, nargs="*", default=[], help="requests")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a CUDA device")
