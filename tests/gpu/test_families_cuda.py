@@ -134,9 +134,10 @@ def test_answers_are_as_likely_as_on_the_cpu(name: str, dtype: str, cuda_graphs:
             assert len(own.tokens) == params.max_tokens
             assert_told(own, theirs.logits, share_of(name, dtype), is_best=is_greedy(params))
     assert core.stats().cached_tokens > 0
-    recorders = core._runner._recorders
-    assert len(recorders) == (is_fast and cuda_graphs)
-    for recorder in recorders.values():
+    # What paints is recorded, too, and not asked.
+    used = [own for own in core._runner._recorders.values() if own.num_replays]
+    assert len(used) == (is_fast and cuda_graphs)
+    for recorder in used:
         assert 0 < recorder.num_ahead < recorder.num_replays
 
 
