@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 from mstar.version import __version__
 
 if TYPE_CHECKING:
+    from mstar.engine.resources.base import Deployment
     from mstar.engine.resources.sampler.config import SamplingParams
     from mstar.library import Completion, Engine
 
-__all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
+__all__ = ["Completion", "Deployment", "Engine", "SamplingParams", "__version__"]
 
 _MODULES = {
     "Completion": "mstar.library",
+    "Deployment": "mstar.engine.resources.base",
     "Engine": "mstar.library",
     "SamplingParams": "mstar.engine.resources.sampler.config",
 }

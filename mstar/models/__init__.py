@@ -70,7 +70,7 @@ def load_model(
     import torch  # noqa: PLC0415 - naming architectures must not load torch
 
     _check_choices(dtype, load_format)
-    target = _usable_device(device)
+    target = usable_device(device)
     checkpoint, family = _open(name, target, load_format)
     own: dict[str, Any] = {} if shard is None else {"shard": shard}
     # The content is named while the weights are read: both take their time from the same files.
@@ -108,7 +108,7 @@ def check_ranks(name: str, size: int, *, device: str = "cpu", load_format: str =
     """
     from mstar.models.parallel.shard import Shard  # noqa: PLC0415
 
-    checkpoint, family = _open(name, _usable_device(device), load_format)
+    checkpoint, family = _open(name, usable_device(device), load_format)
     if not hasattr(family, "deal"):
         raise ConfigError(
             f"tensor_parallel_size is {size}; {checkpoint.architecture} runs on one device only"
@@ -134,7 +134,7 @@ def describe_model(
         UnsupportedError: If the architecture is not built; names the nearest that is.
     """
     _check_choices(dtype, load_format)
-    checkpoint, family = _open(name, _usable_device(device), load_format)
+    checkpoint, family = _open(name, usable_device(device), load_format)
     described: Description = family.describe(checkpoint)
     return described, checkpoint.own_dtype if dtype == "auto" else dtype
 
@@ -165,7 +165,12 @@ def _open(name: str, device: "torch.device", load_format: str) -> "tuple[Checkpo
     return checkpoint, importlib.import_module(module)
 
 
-def _usable_device(name: str) -> "torch.device":
+def usable_device(name: str) -> "torch.device":
+    """Return the device of a name.
+
+    Raises:
+        ConfigError: If there is none, or models do not run there.
+    """
     import torch  # noqa: PLC0415
 
     try:

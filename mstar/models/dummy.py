@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.resources.kv.keys import fingerprint
+from mstar.errors import WeightsError
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.locate import resolve
 from mstar.models.weights import read_json
@@ -70,6 +71,11 @@ def open_dummy(name: str, device: torch.device) -> DummyCheckpoint:
     """
     path = resolve(name)
     folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
+        raise WeightsError(
+            f"{folder} has no config.json, which load_format 'dummy' draws weights for; name a "
+            "folder that has one, or leave load_format out"
+        )
     generation = folder / "generation_config.json"
     return DummyCheckpoint(
         folder,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mstar.engine.resources.attention.config import check_backend
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError
 from mstar.models.files import default_cache_dir
@@ -71,6 +72,7 @@ class EngineOptions:
             )
         # The dtype is known once the checkpoint is open; no number depends on it.
         self.deployment(self.dtype or "float32").check()
+        check_backend(self.attention_backend)
         if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
             raise ConfigError(
                 "KV events are replayed and not published: give kv_events_endpoint too"

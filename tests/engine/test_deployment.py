@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -5,6 +6,7 @@ import pytest
 
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError
+from mstar.models.parallel.ranks import open_engine
 from mstar.server.config import EngineOptions
 
 
@@ -48,3 +50,35 @@ def test_a_server_is_refused_its_numbers_before_any_process_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineOptions(model="tiny", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_pages": 2.5}, "num_pages is 2.5; it must be a whole number between 1"),
+        ({"num_pages": "12"}, "num_pages is '12'"),
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"kv_cache_bytes": 1.5e9}, r"kv_cache_bytes is 1500000000\.0"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size is '2'"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size is True"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization is 'x'"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization is nan"),
+        ({"retention_share": None}, "retention_share is None"),
+        ({"host_cache_bytes": -1}, "host_cache_bytes is -1"),
+        ({"cuda_graphs": "x"}, "cuda_graphs is 'x'; it must be True or False"),
+        ({"attention_backend": "nonsense"}, "attention_backend is 'nonsense'; there are paged"),
+    ],
+)
+def test_an_engine_is_refused_its_numbers_before_a_model_is_loaded(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_engine("no model", Deployment(**given))
+
+
+@pytest.mark.parametrize("device", [None, 0])
+def test_a_device_is_a_name(device: Any) -> None:
+    with pytest.raises(ConfigError, match=r"device is .*; it must be a name"):
+        Deployment(device=device)

@@ -47,14 +47,21 @@ class _Sizes:
     page_size: int
 
 
-# Tables have a row for each of ``max_num_seqs``, and token counts are 32-bit integers.
+# Tables have a row for each of ``max_num_seqs``; counts of tokens and pages are 32-bit integers.
 _BOUNDS = {
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**31 - 1),
     "page_size": (1, 2**31 - 1),
     "max_model_len": (0, 2**31 - 1),
     "encoder_cache_tokens": (0, 2**31 - 1),
+    "num_pages": (1, 2**31 - 1),
+    "kv_cache_bytes": (0, 2**63 - 1),
+    "host_cache_bytes": (0, 2**63 - 1),
+    "disk_cache_bytes": (0, 2**63 - 1),
+    "tensor_parallel_size": (1, 2**16),
 }
+_MAY_BE_OPEN = frozenset({"num_pages", "kv_cache_bytes"})
+_SWITCHES = ("enable_prefix_caching", "kv_events", "cuda_graphs", "overlap")
 _SIZES = {"cpu": _Sizes(64, 2048, 16), "cuda": _Sizes(256, 8192, 64)}
 
 
@@ -109,6 +116,8 @@ class Deployment:
     """Time by which pages are protected, in seconds; the same on all ranks."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, str):
+            raise ConfigError(f"device is {self.device!r}; it must be a name, as 'cpu' or 'cuda'")
         suited = _SIZES["cuda" if self.device.startswith("cuda") else "cpu"]
         for own in fields(suited):
             if getattr(self, own.name) == 0:
@@ -120,20 +129,21 @@ class Deployment:
         Raises:
             ConfigError: With the number and its limits.
         """
-        for name, (least, most) in _BOUNDS.items():
+        for name, bounds in _BOUNDS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(
-                    f"{name} is {value!r}; it must be a whole number between {least} and {most}"
-                )
-        if not 0 < self.gpu_memory_utilization <= 1:
+            if value is not None or name not in _MAY_BE_OPEN:
+                _check_whole(name, value, *bounds)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie above 0 and "
-                "at most at 1"
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must lie above 0 "
+                "and at most at 1"
             )
-        if not 0 <= self.retention_share <= 1:
+        if not _is_number(self.retention_share) or not 0 <= self.retention_share <= 1:
             raise ConfigError(
-                f"retention_share is {self.retention_share}; it must lie between 0 and 1"
+                f"retention_share is {self.retention_share!r}; it must lie between 0 and 1"
             )
         for name in ("host_cache_bytes", "disk_cache_bytes"):
             if getattr(self, name) and not self.enable_prefix_caching:
@@ -141,6 +151,18 @@ class Deployment:
                     f"{name} is {getattr(self, name)} and prefix caching is off: there are no "
                     "pages to keep; switch it on, or leave the tier out"
                 )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_whole(name: str, value: object, least: int, most: int) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:  # type: ignore[operator]
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a whole number between {least} and {most}"
+        )
 
 
 class Naming:

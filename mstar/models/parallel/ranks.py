@@ -22,9 +22,10 @@ import torch
 
 from mstar.engine.engine import EngineCore
 from mstar.engine.parallel import Clock, LeadingEngine
+from mstar.engine.resources.attention.config import check_backend
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError, EngineDeadError
-from mstar.models import check_ranks, load_model
+from mstar.models import check_ranks, load_model, usable_device
 from mstar.models.parallel.collectives import DistributedShard
 from mstar.models.parallel.line import Line
 from mstar.models.parallel.rank import READY, RankSettings, load_part
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 OnLoss = Callable[[str], object]
 """Told, by a thread of its own, what became of a rank that has ended unasked."""
+_PROGRAM = (sys.executable, "-P", "-m", "mstar.models.parallel.rank")
+_GRACE_SECONDS = 10.0
+"""How long rank 0 is left to find the mistake by itself that another rank has ended of while all
+load: it says what it is. What rank 0 waits for may never come, though."""
 
 
 def open_engine(
@@ -60,6 +65,8 @@ def open_engine(
         ConfigError: If the model or the machine does not allow so many ranks.
         EngineDeadError: If a rank ends while it loads.
     """
+    deployment.check()
+    check_backend(deployment.attention_backend)
     if deployment.tensor_parallel_size == 1:
         model, dtype = load_model(
             name,
@@ -104,8 +111,6 @@ def _check(deployment: Deployment) -> None:
         ConfigError: With the numbers.
     """
     size = deployment.tensor_parallel_size
-    if size < 1:
-        raise ConfigError(f"tensor_parallel_size is {size}; it must be at least 1")
     if deployment.disk_cache_bytes:
         raise ConfigError(
             f"tensor_parallel_size is {size} and disk_cache_bytes (--disk-cache-space) "
@@ -117,7 +122,7 @@ def _check(deployment: Deployment) -> None:
             f"tensor_parallel_size is {size} and this process is one of several ranks already; "
             "close that engine first, or take another process"
         )
-    device = torch.device(deployment.device)
+    device = usable_device(deployment.device)
     if device.type == "cuda":
         have = torch.cuda.device_count() - (device.index or 0)
         if have < size:
@@ -142,7 +147,8 @@ class RankProcesses:
         self.loss: str | None = None
         self._folder = folder
         self._on_loss = on_loss
-        self._is_ending = False
+        self._is_loading = True
+        self._ending = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Line] = []
         for rank in range(1, settings.size):
@@ -152,7 +158,7 @@ class RankProcesses:
         own, other = socket.socketpair()
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mstar.models.parallel.rank", str(other.fileno())],
+                [*_PROGRAM, str(other.fileno()), str(self._folder)],
                 stdin=subprocess.PIPE,
                 pass_fds=[other.fileno()],
                 env=_environment(),
@@ -169,9 +175,12 @@ class RankProcesses:
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         status = process.wait()
-        if self._is_ending:
+        if self._is_loading:
+            self._ending.wait(_GRACE_SECONDS)
+        if self._ending.is_set():
             return
         self.loss = f"rank {rank} has ended with status {status}"
+        shutil.rmtree(self._folder, ignore_errors=True)
         if self._on_loss is not None:
             self._on_loss(self.loss)
 
@@ -196,12 +205,13 @@ class RankProcesses:
         for rank, line in enumerate(self._lines, 1):
             if line.receive() != READY:
                 raise EngineDeadError(f"rank {rank} has ended while it loaded; its log says why")
+        self._is_loading = False
 
     def close(self, timeout: float) -> None:
         """Let the ranks end by themselves in ``timeout`` seconds, then end them."""
-        if self._is_ending:
+        if self._ending.is_set():
             return
-        self._is_ending = True
+        self._ending.set()
         deadline = time.monotonic() + timeout
         if self.loss is None:
             # All leave together: the last to leave would wait for the others.
@@ -215,7 +225,7 @@ class RankProcesses:
 
     def kill(self) -> None:
         """End all at once."""
-        self._is_ending = True
+        self._ending.set()
         for process, line in zip(self._processes, self._lines, strict=True):
             process.kill()
             process.wait()

@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +85,10 @@ def test_rank_that_dies_ends_the_engine_and_another_can_be_opened(folder: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be at least 1"),
+        (
+            {"tensor_parallel_size": 0},
+            "tensor_parallel_size is 0; it must be a whole number",
+        ),
         (
             {"tensor_parallel_size": 2, "disk_cache_bytes": 1 << 20},
             "tensor_parallel_size is 2 and disk_cache_bytes .* 1048576",
@@ -105,9 +111,56 @@ def test_families_that_run_on_one_device_say_so(folder: Path, tmp_path: Path) ->
         open_engine(str(tmp_path), replace(NUMBERS, tensor_parallel_size=2), load_format="dummy")
 
 
-def test_gpus_that_are_not_there_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 64 and there are"):
-        open_engine(str(folder), replace(NUMBERS, tensor_parallel_size=64, device="cuda"))
+@pytest.mark.parametrize("device", ["cuda", "cuda:-1", "nonsense"])
+def test_gpus_that_are_not_there_are_refused(folder: Path, device: str) -> None:
+    message = "tensor_parallel_size is 64 and there are|which is not usable here"
+    with pytest.raises(ConfigError, match=message):
+        open_engine(str(folder), replace(NUMBERS, tensor_parallel_size=64, device=device))
+
+
+def test_mistake_that_all_ranks_find_is_told_by_rank_0(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    losses: list[str] = []
+    numbers = replace(NUMBERS, tensor_parallel_size=2, host_cache_bytes=1)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="one page takes 1024"):
+            open_engine(str(folder), numbers, on_loss=losses.append)
+    # Nobody is told of a rank that has ended of the same.
+    assert losses == []
+    assert list(tmp_path.iterdir()) == []
+
+
+_DIES = """
+import os, sys
+from dataclasses import replace
+from mstar.models.parallel.ranks import open_engine
+from tests.models.ranks import NUMBERS
+engine = open_engine(sys.argv[1], replace(NUMBERS, tensor_parallel_size=2))
+pids = [process.pid for process in engine._ranks._processes]
+print(*pids, flush=True)
+os._exit(9)
+"""
+
+
+def test_ranks_end_with_rank_0_and_leave_nothing(folder: Path, tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _DIES, str(folder)],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert told.returncode == 9, told.stderr
+    (pid,) = map(int, told.stdout.split())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_devices_follow_that_of_rank_0() -> None:

@@ -16,6 +16,19 @@ BACKENDS: dict[str, str] = {
 """Backend name to module, in the order in which they are asked; each has a class ``Backend``."""
 
 
+def check_backend(name: str | None) -> None:
+    """Refuse a name of no backend; ``None`` leaves it open.
+
+    Raises:
+        ConfigError: With those there are.
+    """
+    if name is not None and name not in BACKENDS:
+        raise ConfigError(
+            f"attention_backend is {name!r}; there are {', '.join(BACKENDS)}, "
+            "or leave it out to take the first that works"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
     """What one layer asks of attention beyond the shapes.

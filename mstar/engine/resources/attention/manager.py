@@ -10,6 +10,7 @@ from mstar.engine.resources.attention.config import (
     AttentionConfig,
     AttentionSpec,
     AttentionStep,
+    check_backend,
 )
 from mstar.engine.resources.base import Deployment, Resource
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
@@ -114,11 +115,7 @@ def pick_backend(
         ConfigError: If ``name`` is not in ``BACKENDS``.
         UnsupportedError: If all refuse; with every reason.
     """
-    if name is not None and name not in BACKENDS:
-        raise ConfigError(
-            f"attention_backend is {name!r}; there are {', '.join(BACKENDS)}, "
-            "or leave it out to take the first that works"
-        )
+    check_backend(name)
     reasons = []
     for candidate in [name] if name else BACKENDS:
         backend: type[AttentionBackend] = importlib.import_module(BACKENDS[candidate]).Backend
