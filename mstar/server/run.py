@@ -19,12 +19,12 @@ from mstar.catalog import load_tokenizer_of, locate
 from mstar.engine.output import EngineStats
 from mstar.errors import ConfigError
 from mstar.preprocess.tokenizer import TextTokenizer
+from mstar.scratch import ScratchFolder
 from mstar.server.app import create_app
 from mstar.server.bridge import Bridge
 from mstar.server.child import Launcher
 from mstar.server.config import EngineOptions, ServerConfig
 from mstar.server.logs import configure_logging
-from mstar.server.socket_folder import socket_folder
 from mstar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        with socket_folder() as folder:
+        with ScratchFolder() as folder:
             context = zmq.asyncio.Context()
             try:
                 path = await asyncio.to_thread(locate, config.engine.model)

