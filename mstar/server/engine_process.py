@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -13,7 +13,7 @@ from mstar.engine.engine import EngineCore
 from mstar.engine.output import EngineStats, ErrorInfo
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.kv.explain import ReuseReport
-from mstar.errors import MstarError, RequestError, StorageError
+from mstar.errors import EngineDeadError, MstarError, RequestError, StorageError
 from mstar.server.child import become_child
 from mstar.server.config import EngineOptions
 from mstar.server.logs import configure_logging
@@ -76,7 +76,7 @@ def load_engine(options: EngineOptions, progress: Callable[[str, float], None]) 
     )
 
 
-def _end_at_once(loss: str) -> None:
+def _end_at_once(loss: str) -> NoReturn:
     """End this process: the engine's thread may wait for ever for a rank that is gone."""
     logger.critical("the engine ends: %s", loss)
     os._exit(1)
@@ -261,20 +261,42 @@ def main() -> None:
         engine = load_engine(options, progress)
         publisher = open_publisher(options)
     except MstarError as error:
-        channel.send(LoadFailed(error=str(error), is_users_error=True))
+        _fail(channel, LoadFailed(error=str(error), is_users_error=True))
     except (MemoryError, OSError, RuntimeError) as error:
         logger.exception("loading failed")
-        channel.send(LoadFailed(error=f"{type(error).__name__}: {error}", is_users_error=False))
-    else:
-        facts = facts_of(engine, time.monotonic() - started, publisher)
-        channel.send(EngineReady(facts=facts))
-        end = EngineLoop(engine, channel, publisher, options.debug_checks).run()
-        # A part of the grace is left for the way out.
-        engine.close(timeout=0.8 * end.grace)
-        if publisher is not None:
-            publisher.publish(engine.take_events())
-            publisher.close()
+        told = f"{type(error).__name__}: {error}"
+        _fail(channel, LoadFailed(error=told, is_users_error=False))
+    facts = facts_of(engine, time.monotonic() - started, publisher)
+    channel.send(EngineReady(facts=facts))
+    end = _serve(EngineLoop(engine, channel, publisher, options.debug_checks))
+    # A part of the grace is left for the way out.
+    engine.close(timeout=0.8 * end.grace)
+    if publisher is not None:
+        publisher.publish(engine.take_events())
+        publisher.close()
     channel.close()
+
+
+def _fail(channel: "ChildChannel[ToEngine]", failure: LoadFailed) -> NoReturn:
+    """Tell the failure and end, as ``_serve`` does."""
+    channel.send(failure)
+    channel.close()
+    os._exit(1)
+
+
+def _serve(loop: EngineLoop) -> Shutdown:
+    """Run the loop; what it fails of ends the process.
+
+    Not by way of what is left to be destroyed: that may wait for a GPU, and this for a rank that is
+    gone.
+    """
+    try:
+        return loop.run()
+    except EngineDeadError as error:
+        _end_at_once(str(error))
+    except BaseException:
+        logger.critical("the engine ends", exc_info=True)
+        os._exit(1)
 
 
 def open_publisher(options: EngineOptions) -> EventPublisher | None:

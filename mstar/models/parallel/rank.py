@@ -132,11 +132,14 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING, format=f"%(levelname)s rank {settings.rank}: %(message)s"
     )
+    # What fails ends not by way of what is left to be destroyed, which may wait for other ranks.
     try:
         _serve(settings, line)
     except MstarError as error:
         logger.error("%s", error)
-        # Not by way of what is left to be destroyed, which may wait for other ranks.
+        os._exit(1)
+    except BaseException:
+        logger.critical("the rank ends", exc_info=True)
         os._exit(1)
 
 
