@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 PAGE = 16
-COLD_SECONDS, WARM_SECONDS = 0.012, 0.001
+COLD_SECONDS, WARM_SECONDS = 0.05, 0.001
 
 
 class FakeCache:

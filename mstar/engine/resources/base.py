@@ -47,20 +47,19 @@ class _Sizes:
     page_size: int
 
 
-# Tables have a row for each of ``max_num_seqs``; counts of tokens and pages are 32-bit integers.
+# Tables have a row for each of ``max_num_seqs``, and token counts are 32-bit integers.
 _BOUNDS = {
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**31 - 1),
     "page_size": (1, 2**31 - 1),
     "max_model_len": (0, 2**31 - 1),
     "encoder_cache_tokens": (0, 2**31 - 1),
-    "num_pages": (1, 2**31 - 1),
-    "kv_cache_bytes": (0, 2**63 - 1),
     "host_cache_bytes": (0, 2**63 - 1),
     "disk_cache_bytes": (0, 2**63 - 1),
     "tensor_parallel_size": (1, 2**16),
 }
-_MAY_BE_OPEN = frozenset({"num_pages", "kv_cache_bytes"})
+# What memory allows bounds these.
+_COUNTS = ("num_pages", "kv_cache_bytes")
 _SWITCHES = ("enable_prefix_caching", "kv_events", "cuda_graphs", "overlap")
 _SIZES = {"cpu": _Sizes(64, 2048, 16), "cuda": _Sizes(256, 8192, 64)}
 
@@ -129,13 +128,7 @@ class Deployment:
         Raises:
             ConfigError: With the number and its limits.
         """
-        for name, bounds in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None or name not in _MAY_BE_OPEN:
-                _check_whole(name, value, *bounds)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        self._check_kinds()
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must lie above 0 "
@@ -152,17 +145,29 @@ class Deployment:
                     "pages to keep; switch it on, or leave the tier out"
                 )
 
+    def _check_kinds(self) -> None:
+        """Refuse what is no whole number, or no switch."""
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not _is_whole(value) or not least <= value <= most:
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a whole number between {least} and {most}"
+                )
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and not _is_whole(value):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_whole(name: str, value: object, least: int, most: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not least <= value <= most:  # type: ignore[operator]
-        raise ConfigError(
-            f"{name} is {value!r}; it must be a whole number between {least} and {most}"
-        )
+    return isinstance(value, float) or _is_whole(value)
 
 
 class Naming:
