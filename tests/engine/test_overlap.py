@@ -5,6 +5,7 @@ device's parts: a graph computes anew when it is replayed, and tokens are chosen
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -75,14 +76,20 @@ def choose(
     return best, tokens
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _device() -> Iterator[None]:
-    """Counts of tokens are kept as on a device; attention has fixed plans."""
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Keep counts of tokens as on a device, and have fixed plans of attention."""
     with pytest.MonkeyPatch.context() as patch:
         kernels = SimpleNamespace(choose=choose)
         patch.setattr("mstar.engine.resources.sampler.manager.kernels", lambda device: kernels)
         patch.setattr("mstar.engine.resources.sampler.fused._load", lambda: kernels)
         patch.setattr(sdpa.Backend, "plan_fixed", sdpa.Backend.plan)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> Iterator[None]:
+    with as_on_a_device():
         yield
 
 

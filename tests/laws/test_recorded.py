@@ -4,14 +4,12 @@ The recorder is the engine's own; a graph computes anew when it is replayed, as 
 """
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from mstar.engine.capture import Recorder, decode_sizes
-from mstar.engine.resources.attention import sdpa
 from mstar.engine.resources.mirror import Fence
-from tests.engine.test_overlap import CPU, CpuRecorder, choose
+from tests.engine.test_overlap import CPU, CpuRecorder, as_on_a_device
 from tests.laws.families import Family, family_of
 from tests.laws.watching import Desk, RecordedWatcher, assert_same
 
@@ -21,12 +19,7 @@ NAMES = ("whisper", "janus-paints")
 
 @pytest.fixture(autouse=True)
 def _device() -> Iterator[None]:
-    """Counts of tokens are kept as on a device; attention has fixed plans."""
-    with pytest.MonkeyPatch.context() as patch:
-        kernels = SimpleNamespace(choose=choose)
-        patch.setattr("mstar.engine.resources.sampler.manager.kernels", lambda device: kernels)
-        patch.setattr("mstar.engine.resources.sampler.fused._load", lambda: kernels)
-        patch.setattr(sdpa.Backend, "plan_fixed", sdpa.Backend.plan)
+    with as_on_a_device():
         yield
 
 
