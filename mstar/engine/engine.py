@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,6 +103,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a request is waiting or running."""
         return bool(self._walker.requests)
+
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        """Processes of the other ranks that share the model, if there are any."""
+        return ()
 
     def add_request(self, prepared: PreparedRequest) -> None:
         """Queue a request.

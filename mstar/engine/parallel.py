@@ -94,6 +94,10 @@ class Ranks(Protocol):
     def loss(self) -> str | None:
         """What became of a rank that has ended; ``None``: all run."""
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """Their processes."""
+
     def send(self, frame: bytes) -> None:
         """Tell all of them; returns without an answer."""
 
@@ -132,6 +136,11 @@ class LeadingEngine(EngineInStep):
         self._digest = 0
         self._encode = msgspec.msgpack.Encoder().encode
         super().__init__(model, deployment)
+
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        """Processes of the other ranks."""
+        return self._ranks.pids
 
     def _tell(self, call: AddRequest | Abort | Step | Reset | Check | Close) -> None:
         self._watch()

@@ -229,6 +229,7 @@ def facts_of(
         model_name=engine.model.name,
         load_seconds=load_seconds,
         event_sources=[] if publisher is None else [_source_of(publisher)],
+        rank_pids=list(engine.rank_pids),
     )
 
 

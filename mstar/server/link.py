@@ -10,6 +10,7 @@ from enum import Enum
 from mstar.server.backoff import Backoff
 from mstar.server.child import Child, Launcher
 from mstar.server.config import EngineOptions
+from mstar.server.rank_watch import RankWatch
 from mstar.transport.messages import (
     CacheReset,
     EngineFacts,
@@ -81,6 +82,7 @@ class EngineLink:
         self._last_heard = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._pinger: asyncio.TimerHandle | None = None
+        self._rank_watch: RankWatch | None = None
         self.state = EngineState.LOADING
         self.facts: EngineFacts | None = None
         self.progress = LoadProgress(stage="starting", fraction=0.0)
@@ -128,6 +130,7 @@ class EngineLink:
         for timer in (self._timer, self._pinger):
             if timer is not None:
                 timer.cancel()
+        self._forget_ranks()
         if self._child is not None:
             await self._child.stop(grace)
             self._child = None
@@ -147,9 +150,16 @@ class EngineLink:
                 self.state = EngineState.READY
                 self._backoff.born()
                 self._ping()
+                if message.facts.rank_pids and self._child is not None:
+                    self._rank_watch = RankWatch(message.facts.rank_pids, self._child.kill)
                 self._listener.on_ready(message.facts)
             case LoadFailed():
                 self._failure = message
+
+    def _forget_ranks(self) -> None:
+        if self._rank_watch is not None:
+            self._rank_watch.close()
+            self._rank_watch = None
 
     def _ping(self) -> None:
         if self.state is EngineState.READY and self._child is not None:
@@ -163,6 +173,7 @@ class EngineLink:
         self.state = EngineState.DEAD
         if self._pinger is not None:
             self._pinger.cancel()
+        self._forget_ranks()
         delay = self._backoff.next_delay()
         how = f"signal {-status}" if status < 0 else f"status {status}"
         reason = f"the engine process ended ({how})" if failure is None else failure.error

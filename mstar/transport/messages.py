@@ -59,6 +59,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """From the start of the process to ready."""
     event_sources: list[EventSource] = []
     """Where its KV events are; empty: it publishes none."""
+    rank_pids: list[int] = []
+    """Processes of the ranks beside the engine's own."""
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ class Kept:
     def __init__(self) -> None:
         self.frames: list[bytes] = []
         self.loss: str | None = None
+        self.pids = [1]
         self.closed = False
 
     def send(self, frame: bytes) -> None:

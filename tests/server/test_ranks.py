@@ -47,6 +47,19 @@ def test_two_ranks_answer_and_a_killed_one_takes_the_engine_along_until_both_are
     assert "the engine ends: rank 1 has ended with status -9" in server.log
 
 
+def test_engine_that_cannot_tell_that_a_rank_is_gone_is_ended(start_server: StartServer) -> None:
+    server = start_server("--tensor-parallel-size", "2").wait_ready()
+    rank, engine = rank_of(server), server.child("engine_process")
+    # As a thread does that waits for a GPU and lets no other run.
+    engine.suspend()
+    rank.kill()
+    assert psutil.wait_procs([engine], timeout=20)[1] == []
+    wait_until(lambda: call(server, "GET", "/ready")[0] != 200)
+    wait_until(lambda: call(server, "GET", "/ready")[0] == 200, seconds=60)
+    assert asked(server) == EMOJI_TEXT
+    assert server.end() == 0, server.log
+
+
 def test_size_that_does_not_fit_the_model_ends_with_one_clear_line(tiny: TinyModel) -> None:
     server = ServerProcess(tiny.folder, "--tensor-parallel-size", "3")
     try:

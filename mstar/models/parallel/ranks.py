@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +183,11 @@ class RankProcesses:
         self.loss = f"rank {rank} has ended with status {status}"
         if self._on_loss is not None:
             self._on_loss(self.loss)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """The processes."""
+        return [process.pid for process in self._processes]
 
     def send(self, frame: bytes) -> None:
         """Tell all ranks.
