@@ -118,9 +118,9 @@ class Rules:
         if is_behind_time and (len(generated) < 2 or generated[-2] >= first):
             # A pair is complete.
             return 0, 0, 0
-        last = next((token for token in reversed(generated) if token >= first), None)
         if is_behind_time:
             # Only a second time or the end may follow.
             return generated[-1] - first, self._num_times, tokens.end
+        last = next((token for token in reversed(generated) if token >= first), None)
         # A stretch is longer than nothing.
         return 0 if last is None else last + 1 - first, self._num_times, 0
