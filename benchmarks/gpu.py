@@ -23,11 +23,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import gpu_composite, gpu_offline, gpu_sampling
 from benchmarks.__main__ import table
+from mstar.catalog import open_engine
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.models.parallel.ranks import open_engine
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

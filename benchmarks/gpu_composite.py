@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import JanusConfig, LlamaConfig, PretrainedConfig, WhisperConfig
 
+from mstar.catalog import open_engine
 from mstar.engine.engine import EngineCore
 from mstar.engine.request import Companion, PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.models.janus.config import GUIDANCE, IMAGE, OUTPUT, UNGUIDED
-from mstar.models.parallel.ranks import open_engine
 
 NUM_STEPS = 40
 NUM_IDS = 24

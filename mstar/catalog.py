@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -74,17 +75,22 @@ def open_engine(
     Raises:
         MstarError: As ``load_model`` and ``EngineCore`` do, and as ranks need it.
     """
+    # Not before a model is to be loaded.
+    from mstar.engine import memory  # noqa: PLC0415
+    from mstar.engine.engine import EngineCore  # noqa: PLC0415
+    from mstar.engine.resources.attention.config import check_backend  # noqa: PLC0415
+    from mstar.models.parallel.ranks import open_ranks  # noqa: PLC0415
+
     # Before weights are read, which takes its time.
     deployment.check()
+    check_backend(deployment.attention_backend)
     if deployment.tensor_parallel_size != 1:
         if _composite(name) is not None:
             raise ConfigError(
                 f"tensor_parallel_size is {deployment.tensor_parallel_size}; {name!r} is put "
                 "together out of several models, which run on one device"
             )
-        from mstar.models.parallel import ranks  # noqa: PLC0415 - not before a model is to be loaded
-
-        return ranks.open_engine(
+        return open_ranks(
             name,
             deployment,
             dtype=dtype,
@@ -92,8 +98,6 @@ def open_engine(
             progress=progress,
             on_loss=on_loss,
         )
-    from mstar.engine.engine import EngineCore  # noqa: PLC0415
-
     model, dtype = load_model(
         name,
         dtype=dtype,
@@ -101,7 +105,10 @@ def open_engine(
         load_format=load_format,
         progress=progress,
     )
-    return EngineCore(model, replace(deployment, dtype=dtype))
+    deployment = replace(deployment, dtype=dtype)
+    if deployment.device.startswith("cuda"):
+        deployment = memory.fit(deployment, model, partial(EngineCore, model))
+    return EngineCore(model, deployment)
 
 
 def describe_model(

@@ -241,7 +241,12 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="KV pages, whatever memory they take",
     )
-    add("--kv-cache-memory", type=parse_size, metavar="SIZE", help="memory of the KV cache: 2GiB")
+    add(
+        "--kv-cache-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory of the model's KV caches together: 2GiB",
+    )
     add(
         "--gpu-memory-utilization",
         type=float,

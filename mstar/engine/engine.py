@@ -57,9 +57,10 @@ class EngineCore:
                 model.max_model_len,
             )
         if memory.is_open(deployment):
-            sized = replace(deployment, max_model_len=wanted)
-            sized = memory.fit(sized, model.specs, partial(EngineCore, model), model.trial)
-            deployment = replace(deployment, num_pages=sized.num_pages)
+            deployment = memory.fit(deployment, model, partial(EngineCore, model))
+        else:
+            num_pages = memory.count_pages(deployment, model.specs)
+            deployment = replace(deployment, num_pages=num_pages)
         self._runner = Runner(
             model.nodes,
             model.specs,

@@ -1,4 +1,4 @@
-"""How many KV pages a GPU has room for: what is left beside weights and the largest steps."""
+"""How many KV pages there are; on a GPU, what has room beside weights and the largest steps."""
 
 import gc
 import logging
@@ -10,7 +10,7 @@ import torch
 
 from mstar.engine.output import RequestOutput
 from mstar.engine.request import PreparedRequest
-from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.base import DEFAULT_KV_CACHE_BYTES, Deployment
 from mstar.engine.resources.kv.config import KVSpec
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -42,53 +42,108 @@ class Engine(Protocol):
         """Run one batch."""
 
 
-Ask = Callable[[str, int, SamplingParams], PreparedRequest]
-"""Makes a request of a name and so many tokens; see ``Model.trial``."""
+class Tried(Protocol):
+    """What of a model the trial needs."""
+
+    @property
+    def specs(self) -> Sequence[NodeResourceSpec]:
+        """The resources it declares."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output that it was made for."""
+
+    def trial(self, request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
+        """Return a request of so many tokens; see ``Model.trial``."""
 
 
 def is_open(deployment: Deployment) -> bool:
     """Tell whether the KV pages of a deployment are to be fitted to its GPU."""
-    is_given = deployment.num_pages is not None or deployment.kv_cache_bytes is not None
-    return deployment.device.startswith("cuda") and not is_given
+    return deployment.device.startswith("cuda") and not _is_given(deployment)
+
+
+def _is_given(deployment: Deployment) -> bool:
+    return deployment.num_pages is not None or deployment.kv_cache_bytes is not None
+
+
+def count_pages(deployment: Deployment, specs: Sequence[NodeResourceSpec]) -> int | None:
+    """Return how many KV pages each cache gets by the numbers alone; ``None`` without a cache.
+
+    Where memory is given, all caches together take it, and each has as many pages.
+
+    Args:
+        deployment: Not open.
+        specs: What the model declares.
+
+    Raises:
+        ConfigError: If there is not memory for a page.
+    """
+    page_nbytes = _page_nbytes(deployment, specs)
+    if not page_nbytes:
+        return None
+    num_pages, nbytes = deployment.num_pages, deployment.kv_cache_bytes
+    if num_pages is None:
+        num_pages = (DEFAULT_KV_CACHE_BYTES if nbytes is None else nbytes) // page_nbytes
+    if num_pages < 1:
+        raise ConfigError(
+            f"the KV cache would hold {num_pages} pages of {deployment.page_size} tokens, each of "
+            f"{page_nbytes} bytes; give it more memory or pages, or take a smaller page_size"
+        )
+    return num_pages
+
+
+def _page_nbytes(deployment: Deployment, specs: Sequence[NodeResourceSpec]) -> int:
+    """Return the bytes of a page in every cache together."""
+    itemsize = getattr(torch, deployment.dtype).itemsize
+    return sum(
+        spec.config.page_nbytes(deployment.page_size, itemsize)
+        for spec in specs
+        if isinstance(spec, KVSpec)
+    )
 
 
 def fit(
     deployment: Deployment,
-    specs: Sequence[NodeResourceSpec],
+    model: Tried,
     start: Callable[[Deployment], Engine],
-    ask: Ask,
     measure: Callable[[], tuple[int, int]] | None = None,
 ) -> Deployment:
     """Return the deployment with as many KV pages as its GPU has room for.
 
     An engine with just enough pages is started for a trial, runs the largest steps, and is taken
     down again. What the device has in use then, the trial's pages left out, is kept free for them.
+    Where pages or their memory are given, the trial tells whether such steps have room beside them.
+    What steps need to have compiled is there behind it.
 
     Args:
-        deployment: With ``max_model_len`` given; its CUDA device has the model's weights already.
-        specs: What the model declares.
-        start: Starts an engine.
-        ask: Makes the trial's requests.
+        deployment: Its CUDA device has the model's weights already.
+        model: Says what a trial is.
+        start: Starts an engine that serves the model.
         measure: Returns free and all memory of the device, in bytes.
 
     Raises:
         ConfigError: If the share of memory is no share, or leaves no room for pages, or the other
-            numbers for a trial.
+            numbers for a trial; if what is given has no room beside the largest steps.
     """
     share = deployment.gpu_memory_utilization
     deployment.check()
-    itemsize = getattr(torch, deployment.dtype).itemsize
-    page_nbytes = sum(
-        spec.config.page_nbytes(deployment.page_size, itemsize)
-        for spec in specs
-        if isinstance(spec, KVSpec)
-    )
+    page_nbytes = _page_nbytes(deployment, model.specs)
     if not page_nbytes:
         return deployment
     device = torch.device(deployment.device)
     if measure is None:
         measure = _cuda_memory(device)
-    in_use, total = _try_out(deployment, page_nbytes, start, ask, measure)
+    given = count_pages(deployment, model.specs) if _is_given(deployment) else None
+    in_use, total = _try_out(deployment, page_nbytes, given, model, start, measure)
+    if given is not None:
+        taken = (given + 1) * page_nbytes
+        if in_use + taken > total:
+            raise ConfigError(
+                f"{device} has {_gb(total)}; {given} KV pages take {_gb(taken)} of them, and "
+                f"weights, libraries and the largest step {_gb(in_use)}; give the KV cache less "
+                "(--kv-cache-memory, --num-pages), or lower max_num_batched_tokens or max_num_seqs"
+            )
+        return replace(deployment, num_pages=given)
     num_pages = (int(total * share) - in_use) // page_nbytes - 1
     if num_pages < 1:
         raise ConfigError(
@@ -112,15 +167,21 @@ def fit(
 def _try_out(
     deployment: Deployment,
     page_nbytes: int,
+    most: int | None,
+    model: Tried,
     start: Callable[[Deployment], Engine],
-    ask: Ask,
     measure: Callable[[], tuple[int, int]],
 ) -> tuple[int, int]:
-    """Return what is in use beside KV pages after the largest steps, and the total, in bytes."""
+    """Return what is in use beside KV pages after the largest steps, and the total, in bytes.
+
+    The trial has ``most`` pages at most.
+    """
     budget = deployment.max_num_batched_tokens
     # Each prompt ends on a page of its own, and its answer may need one more.
     num_pages = budget // deployment.page_size + 2 * deployment.max_num_seqs
-    longest = min(deployment.max_model_len, num_pages * deployment.page_size)
+    num_pages = num_pages if most is None else min(num_pages, most)
+    wanted = deployment.max_model_len or model.max_model_len
+    longest = min(wanted, num_pages * deployment.page_size)
     engine = start(
         replace(
             deployment,
@@ -137,10 +198,10 @@ def _try_out(
         count = max(min(budget // length, num_seqs), 1)
         for place in range(count):
             try:
-                engine.add_request(ask(f"{length}.{place}", length, _LARGEST))
+                engine.add_request(model.trial(f"{length}.{place}", length, _LARGEST))
             except MstarError as error:
                 raise ConfigError(
-                    f"the model cannot be tried out with max_model_len {deployment.max_model_len} "
+                    f"the model cannot be tried out with max_model_len {wanted} "
                     f"and max_num_batched_tokens {budget}: {error}; raise them"
                 ) from error
         while engine.has_work:

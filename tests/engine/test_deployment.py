@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from mstar.catalog import open_engine
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError
-from mstar.models.parallel.ranks import open_engine
 from mstar.server.config import EngineOptions
 
 

@@ -1,17 +1,18 @@
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from mstar.engine.engine import EngineCore
-from mstar.engine.memory import fit, is_open
+from mstar.engine.memory import count_pages, fit, is_open
 from mstar.engine.output import ErrorInfo, RequestOutput
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
 from mstar.engine.resources.sampler.config import SamplingParams
+from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.errors import ConfigError
 from mstar.models.decoder import DecoderModel
 
@@ -50,8 +51,18 @@ class Fake:
         ]  # fmt: skip
 
 
-def asked(request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
-    return PreparedRequest(request_id=request_id, token_ids=[0] * num_tokens, params=params)
+@dataclass(frozen=True)
+class Modelled:
+    """What of a model a trial needs."""
+
+    specs: Sequence[NodeResourceSpec]
+    max_model_len: int = 5000
+
+    def trial(self, request_id: str, num_tokens: int, params: SamplingParams) -> PreparedRequest:
+        return PreparedRequest(request_id=request_id, token_ids=[0] * num_tokens, params=params)
+
+
+MODEL = Modelled(SPECS)
 
 
 def fitted(
@@ -69,7 +80,7 @@ def fitted(
         assert pages is not None
         return total - in_use - (pages + 1) * PAGE, total
 
-    out = fit(deployment, SPECS, start, asked, measure)
+    out = fit(deployment, MODEL, start, measure)
     (trial,) = trials
     return out, trial
 
@@ -133,7 +144,8 @@ def test_a_model_without_a_cache_needs_no_trial() -> None:
     def start(trial: Deployment) -> Fake:
         raise AssertionError(trial)
 
-    assert fit(GIVEN, [], start, asked, lambda: (0, 0)) == GIVEN
+    assert fit(GIVEN, Modelled([]), start, lambda: (0, 0)) == GIVEN
+    assert count_pages(GIVEN, []) is None
 
 
 @pytest.mark.parametrize(
@@ -168,9 +180,58 @@ def test_a_real_engine_runs_the_trial(toy: DecoderModel, changes: dict[str, int]
         assert core.stats().generation_tokens <= most
         return 10**9, 10**9
 
-    out = fit(deployment, toy.specs, start, toy.trial, measure)
+    out = fit(deployment, toy, start, measure)
     assert out.num_pages is not None
     assert out.num_pages > 100
+
+
+@pytest.mark.parametrize("given", [{"num_pages": 5}, {"kv_cache_bytes": 5 * PAGE + 7}])
+def test_given_pages_stay_and_their_trial_has_no_more(given: dict[str, int]) -> None:
+    wanted = replace(GIVEN, gpu_memory_utilization=0.1, **given)  # type: ignore[arg-type]
+    out, trial = fitted(wanted, 10**6, 10**6 + 6 * PAGE)
+    assert out == replace(wanted, num_pages=5)
+    assert trial.deployment.num_pages == 5
+    assert trial.lens == [79, 16, 16, 16, 16]
+
+
+def test_given_pages_without_room_beside_the_largest_step_are_an_error_with_the_numbers() -> None:
+    wanted = replace(GIVEN, num_pages=10**6)
+    with pytest.raises(ConfigError, match=r"has 7\.00 GB; 1000000 KV pages take 6\.14 GB .* 1\.00"):
+        fitted(wanted, 10**9, 7 * 10**9)
+
+
+def test_given_pages_are_tried_out_by_a_real_engine(toy: DecoderModel) -> None:
+    started: list[EngineCore] = []
+
+    def start(trial: Deployment) -> EngineCore:
+        started.append(EngineCore(toy, trial))
+        return started[-1]
+
+    def measure() -> tuple[int, int]:
+        assert not started[-1].has_work
+        # Two prompts of 31 tokens share a step of 64, then four of 16.
+        assert started[-1].stats().generation_tokens == 2 + 4
+        return 10**9, 10**9
+
+    wanted = replace(GIVEN, num_pages=2, max_model_len=0)
+    assert fit(wanted, toy, start, measure) == wanted
+
+
+def test_caches_share_the_memory_that_is_given() -> None:
+    wide = KVConfig(num_layers=2, num_kv_heads=6, head_dim=8)
+    specs = [*SPECS, KVSpec("wide", {"other"}, wide)]
+    assert count_pages(replace(GIVEN, kv_cache_bytes=10 * PAGE), SPECS) == 10
+    assert count_pages(replace(GIVEN, kv_cache_bytes=10 * PAGE), specs) == 3
+    assert count_pages(replace(GIVEN, num_pages=10), specs) == 10
+    assert count_pages(GIVEN, specs) == (1 << 30) // (3 * PAGE)
+
+
+@pytest.mark.parametrize("given", [{"num_pages": 0}, {"kv_cache_bytes": 100}])
+def test_a_cache_without_a_page_is_refused_with_its_numbers(
+    given: dict[str, int], toy: DecoderModel
+) -> None:
+    with pytest.raises(ConfigError, match="would hold 0 pages of 16 tokens"):
+        EngineCore(toy, replace(GIVEN, **given))  # type: ignore[arg-type]
 
 
 def test_a_context_beyond_the_models_is_told(

@@ -8,13 +8,13 @@ import json
 import sys
 from collections.abc import Sequence
 
+from mstar.catalog import open_engine
 from mstar.engine.engine import EngineCore
 from mstar.engine.output import TokenLogprobs
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
-from mstar.models.parallel.ranks import open_engine
 
 
 def engine(

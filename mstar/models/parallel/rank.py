@@ -104,10 +104,8 @@ def _load(
     )
     deployment = Deployment(**settings.numbers)
     deployment = replace(deployment, device=device, dtype=dtype, clock=clock)
-    if memory.is_open(deployment):
-        wanted = deployment.max_model_len or model.max_model_len
-        sized = replace(deployment, max_model_len=wanted)
-        sized = memory.fit(sized, model.specs, partial(EngineInStep, model), model.trial)
+    if device.startswith("cuda"):
+        sized = memory.fit(deployment, model, partial(EngineInStep, model))
         assert sized.num_pages is not None, "a fitted deployment has its pages"
         deployment = replace(deployment, num_pages=shard.least(sized.num_pages))
     return model, deployment

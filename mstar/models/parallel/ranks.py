@@ -1,4 +1,4 @@
-"""An engine with its model loaded: on one device, or dealt out over ranks that are processes.
+"""An engine whose model is dealt out over ranks, which are processes.
 
 Rank 0 is the process that asks. It starts the others, and all load their parts at the same time.
 """
@@ -12,18 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 
-from mstar.engine.engine import EngineCore
 from mstar.engine.parallel import Clock, LeadingEngine
-from mstar.engine.resources.attention.config import check_backend
 from mstar.engine.resources.base import Deployment
 from mstar.errors import ConfigError, EngineDeadError
-from mstar.models import check_ranks, load_model, usable_device
+from mstar.models import check_ranks, usable_device
 from mstar.models.parallel.collectives import DistributedShard
 from mstar.models.parallel.line import Line
 from mstar.models.parallel.rank import READY, RankSettings, load_part
@@ -39,7 +36,7 @@ _GRACE_SECONDS = 10.0
 load: it says what it is. What rank 0 waits for may never come, though."""
 
 
-def open_engine(
+def open_ranks(
     name: str,
     deployment: Deployment,
     *,
@@ -47,12 +44,12 @@ def open_engine(
     load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     on_loss: OnLoss | None = None,
-) -> EngineCore:
-    """Load a model and return the engine that serves it.
+) -> LeadingEngine:
+    """Load a model on several ranks and return the engine that serves it.
 
     Args:
         name: A folder, a GGUF file, a built-in name or a Hugging Face id.
-        deployment: The engine's numbers; its dtype is set from ``dtype``.
+        deployment: The engine's numbers, checked; its dtype is set from ``dtype``.
         dtype: As for ``load_model``.
         load_format: As for ``load_model``.
         progress: Called with layers loaded and layers in all.
@@ -64,17 +61,6 @@ def open_engine(
         ConfigError: If the model or the machine does not allow so many ranks.
         EngineDeadError: If a rank ends while it loads.
     """
-    deployment.check()
-    check_backend(deployment.attention_backend)
-    if deployment.tensor_parallel_size == 1:
-        model, dtype = load_model(
-            name,
-            dtype=dtype,
-            device=deployment.device,
-            load_format=load_format,
-            progress=progress,
-        )
-        return EngineCore(model, replace(deployment, dtype=dtype))
     _check(deployment)
     check_ranks(
         name,

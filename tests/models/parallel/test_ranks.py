@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mstar.catalog import open_engine
 from mstar.engine.engine import EngineCore
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.kv.keys import chain
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import ConfigError, RequestError
-from mstar.models.parallel.ranks import open_engine
 from tests.models.families import saved
 from tests.models.ranks import NUMBERS, PROMPTS, add, assert_same, drain
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from mstar.catalog import open_engine
 from mstar.engine.parallel import LeadingEngine
 from mstar.errors import ConfigError, EngineDeadError
 from mstar.models.parallel.rank import device_of
-from mstar.models.parallel.ranks import RankProcesses, open_engine
+from mstar.models.parallel.ranks import RankProcesses
 from mstar.scratch import ScratchFolder
 from tests.models.families import saved
 from tests.models.ranks import NUMBERS, PROMPTS, add, assert_same, drain
@@ -136,7 +137,7 @@ def test_mistake_that_all_ranks_find_is_told_by_rank_0(
 _DIES = """
 import os, sys
 from dataclasses import replace
-from mstar.models.parallel.ranks import open_engine
+from mstar.catalog import open_engine
 from tests.models.ranks import NUMBERS
 engine = open_engine(sys.argv[1], replace(NUMBERS, tensor_parallel_size=2))
 pids = [process.pid for process in engine._ranks._processes]

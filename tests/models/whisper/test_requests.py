@@ -66,7 +66,7 @@ def test_a_trial_takes_the_largest_steps_and_ends() -> None:
 
     for max_model_len in (model.max_model_len, 20, 8):
         wanted = Deployment(max_model_len=max_model_len, max_num_seqs=3, page_size=PAGE_SIZE)
-        assert (fit(wanted, model.specs, start, model.trial, measure).num_pages or 0) > 100
+        assert (fit(wanted, model, start, measure).num_pages or 0) > 100
     wanted = Deployment(max_model_len=2, max_num_seqs=3, page_size=PAGE_SIZE)
     with pytest.raises(ConfigError, match="max_model_len 2 "):
-        fit(wanted, model.specs, start, model.trial, measure)
+        fit(wanted, model, start, measure)

@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from mstar.engine.resources.base import (
-    DEFAULT_KV_CACHE_BYTES,
     Deployment,
     Opening,
     Refusal,
@@ -70,7 +69,7 @@ class KVManager(Resource):
     Args:
         resource_key: Its key among the model's resources.
         config: Shape of the cache.
-        deployment: Page size, pool size, dtype and device.
+        deployment: Page size, number of pages, dtype and device.
     """
 
     in_pieces = "plan"
@@ -79,17 +78,7 @@ class KVManager(Resource):
         self.resource_key = resource_key
         dtype = getattr(torch, deployment.dtype)
         num_pages = deployment.num_pages
-        if num_pages is None:
-            per_page = config.page_nbytes(deployment.page_size, dtype.itemsize)
-            nbytes = deployment.kv_cache_bytes
-            num_pages = (DEFAULT_KV_CACHE_BYTES if nbytes is None else nbytes) // per_page
-        if num_pages < 1:
-            raise ConfigError(
-                f"the KV cache {resource_key!r} would hold {num_pages} pages of "
-                f"{deployment.page_size} tokens, each of "
-                f"{config.page_nbytes(deployment.page_size, dtype.itemsize)} bytes; give it more "
-                "memory or pages, or take a smaller page_size"
-            )
+        assert num_pages is not None, "a cache is built before its pages were counted"
         self.page_size = deployment.page_size
         self.capacity = num_pages * self.page_size
         self.is_reuse_enabled = deployment.enable_prefix_caching

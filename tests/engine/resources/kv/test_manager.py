@@ -14,13 +14,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mstar.engine.resources.base import Deployment
-from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.spans import Span
 from mstar.engine.resources.step import Segment
-from mstar.errors import ConfigError
 from tests.engine.resources.kv.sentinel import (
-    CONFIG,
     PAGE_SIZE,
     STEP,
     Spans,
@@ -37,20 +33,6 @@ assert _spec is not None
 assert _spec.loader is not None
 oracle = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(oracle)
-
-
-def test_pool_without_a_page_is_refused_with_its_numbers() -> None:
-    deployment = Deployment(kv_cache_bytes=100, page_size=16, max_model_len=16)
-    with pytest.raises(ConfigError, match="'kv' would hold 0 pages of 16 tokens"):
-        KVManager("kv", CONFIG, deployment)
-
-
-def test_pool_size_follows_from_bytes() -> None:
-    # 2 layers, keys and values, 16 slots, 1 head of 2, 4 bytes: 512 bytes a page.
-    deployment = Deployment(kv_cache_bytes=5 * 512 + 511, page_size=16, max_model_len=16)
-    manager = KVManager("kv", CONFIG, deployment)
-    assert (manager.capacity, manager.usage()) == (80, (5, 0, 0))
-    assert manager.layout.num_pages == 6
 
 
 def test_stream_that_never_fits_is_refused_for_good() -> None:
