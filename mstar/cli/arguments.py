@@ -119,6 +119,13 @@ def add_http(parser: argparse.ArgumentParser) -> None:
         help="seconds of silence after which the engine counts as stuck (default: %(default)s)",
     )
     add(
+        "--preprocess-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds after which a worker still at one request is ended (default: %(default)s)",
+    )
+    add(
         "--sse-keep-alive-interval",
         type=float,
         default=15.0,

@@ -151,6 +151,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             max_num_queued_reqs=arguments.max_num_queued_reqs,
             shutdown_timeout=arguments.shutdown_timeout,
             stall_timeout=arguments.stall_timeout,
+            preprocess_timeout=arguments.preprocess_timeout,
             keep_alive=arguments.sse_keep_alive_interval,
             trust_chat_template_kwargs=arguments.trust_request_chat_template,
             max_body_nbytes=arguments.max_body_size,

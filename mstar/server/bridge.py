@@ -171,6 +171,7 @@ class Bridge:
                 log_level=config.log_level,
             ),
             config.num_workers,
+            timeout=config.preprocess_timeout,
             launcher=launcher,
             on_change=self._check_ready,
             on_death=self.metrics.worker_died,

@@ -130,6 +130,8 @@ class ServerConfig:
     """Time for running requests to finish after SIGTERM, in seconds."""
     stall_timeout: float = 60.0
     """Silence of the engine after which ``/ready`` says 503, in seconds."""
+    preprocess_timeout: float = 120.0
+    """Time after which a worker that is still at one request is ended, in seconds."""
     keep_alive: float = 15.0
     """Silence of a stream after which a comment is sent, in seconds."""
     trust_chat_template_kwargs: bool = False
@@ -151,10 +153,17 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} is {value}; it must be at least {low}")
-        for name in ("shutdown_timeout", "stall_timeout", "keep_alive"):
+        for name, shortest in (
+            ("shutdown_timeout", 0),
+            ("stall_timeout", 0),
+            ("preprocess_timeout", 1),
+            ("keep_alive", 0),
+        ):
             value = getattr(self, name)
-            if not 0 <= value <= 86_400:
-                raise ConfigError(f"{name} is {value}; it must lie between 0 and 86400 seconds")
+            if not shortest <= value <= 86_400:
+                raise ConfigError(
+                    f"{name} is {value}; it must lie between {shortest} and 86400 seconds"
+                )
         if self.api_key == "":
             raise ConfigError("the API key is empty; leave it out to serve without one")
 

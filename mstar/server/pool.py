@@ -45,6 +45,8 @@ class _Worker:
     child: "Child[FromWorker]"
     jobs: deque[_Job] = field(default_factory=deque)
     """Sent and not answered; the worker takes them in this order."""
+    timer: asyncio.TimerHandle | None = None
+    """Runs out when the first of them has taken too long."""
     is_loaded: bool = False
     is_configured: bool = False
 
@@ -55,6 +57,7 @@ class WorkerPool:
     Args:
         settings: What each worker is started with.
         size: Number of workers.
+        timeout: How long a worker may take over one job before it is ended, in seconds.
         launcher: Starts the processes.
         on_change: Called when a worker becomes ready or dies.
         on_death: Called when a worker dies.
@@ -66,6 +69,7 @@ class WorkerPool:
         settings: WorkerSettings,
         size: int,
         *,
+        timeout: float,
         launcher: Launcher,
         on_change: Callable[[], None],
         on_death: Callable[[], None],
@@ -73,6 +77,7 @@ class WorkerPool:
     ) -> None:
         self._settings = settings
         self._size = size
+        self._timeout = timeout
         self._launcher = launcher
         self._on_change = on_change
         self._on_death = on_death
@@ -140,6 +145,8 @@ class WorkerPool:
         for timer in self._timers:
             timer.cancel()
         workers, self._workers = self._workers, []
+        for worker in workers:
+            _stop_timer(worker)
         await asyncio.gather(*(worker.child.stop(grace) for worker in workers))
 
     def _spawn(self) -> None:
@@ -167,6 +174,7 @@ class WorkerPool:
             case Prepared() | PrepareFailed():
                 job = worker.jobs.popleft()
                 assert job.message.job_id == message.job_id, (job.message.job_id, message.job_id)
+                self._start_timer(worker)
                 if not job.answer.done():
                     if isinstance(message, Prepared):
                         job.answer.set_result(message)
@@ -194,8 +202,27 @@ class WorkerPool:
                 worker.is_configured = False
                 return
             worker.jobs.append(job)
+            if len(worker.jobs) == 1:
+                self._start_timer(worker)
+
+    def _start_timer(self, worker: _Worker) -> None:
+        """Give the worker its time for the job that it has in hand now, if it has one."""
+        _stop_timer(worker)
+        if worker.jobs:
+            loop = asyncio.get_running_loop()
+            worker.timer = loop.call_later(self._timeout, self._give_up, worker)
+
+    def _give_up(self, worker: _Worker) -> None:
+        logger.error(
+            "preprocess worker %d has been at request %s for %g s and is ended",
+            worker.child.pid,
+            worker.jobs[0].message.request_id,
+            self._timeout,
+        )
+        worker.child.kill()
 
     def _bury(self, worker: _Worker, status: int) -> None:
+        _stop_timer(worker)
         self._workers.remove(worker)
         if worker.jobs:
             self._blame(worker.jobs[0])
@@ -227,3 +254,9 @@ class WorkerPool:
         if job.num_deaths >= _MAX_ATTEMPTS and not job.answer.done():
             message = f"preparing request {job.message.request_id} ended {job.num_deaths} workers"
             job.answer.set_exception(ApiError(500, message, code="preprocess_failed"))
+
+
+def _stop_timer(worker: _Worker) -> None:
+    if worker.timer is not None:
+        worker.timer.cancel()
+        worker.timer = None

@@ -55,6 +55,9 @@ class FakeChild(Child[Any]):
     async def stop(self, grace: float) -> None:
         self.is_alive = False
 
+    def kill(self) -> None:
+        self.die()
+
     def say(self, message: Message) -> None:
         """Let the child send ``message``."""
         self._on_message(message)

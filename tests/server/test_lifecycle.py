@@ -269,6 +269,18 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_stuck_worker_is_replaced_and_its_job_done_by_the_next(
+    start_server: StartServer,
+) -> None:
+    server = start_server("--preprocess-timeout", "3").wait_ready()
+    worker = server.child("worker")
+    worker.suspend()
+    answer = call(server, "POST", CHAT, {"messages": user("A"), "temperature": 0})
+    assert json.loads(answer[2])["choices"][0]["message"]["content"] == EMOJI_TEXT
+    assert not worker.is_running()
+    assert f"worker {worker.pid} has been at request" in server.log
+
+
 def test_a_model_that_is_not_there_ends_with_one_clear_line() -> None:
     ended = serve("./no-such-model", "--port", "0", "--log-level", "error")
     assert ended.returncode == 2

@@ -52,7 +52,7 @@ def prepared(job: Prepare) -> Prepared:
 class Pool:
     """A pool of fake workers, and what it reported."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.children = family()
         self.fatal: list[tuple[str, bool]] = []
         self.num_deaths = 0
@@ -65,6 +65,7 @@ class Pool:
                 log_level="info",
             ),
             size,
+            timeout=timeout,
             launcher=Launcher(self.context, Path(), self.children),
             on_change=lambda: None,
             on_death=self._count,
@@ -119,6 +120,45 @@ async def test_a_job_that_ends_two_workers_is_given_up_and_its_neighbour_is_not(
     (job,) = jobs(third)
     third.say(prepared(job))
     assert (await innocent).request_ids == ["innocent"]
+    await setup.stop()
+
+
+async def test_a_worker_that_stays_at_one_job_is_ended_and_one_that_answers_is_not() -> None:
+    setup = Pool(1, timeout=0.3)
+    (first,) = setup.alive
+    first.say(WorkerReady())
+    asked = [asyncio.create_task(setup.pool.prepare(str(n), "chat", b"")) for n in range(6)]
+    for n in range(5):
+        await asyncio.sleep(0.1)
+        first.say(prepared(jobs(first)[n]))
+    assert [(await task).request_ids for task in asked[:5]] == [[str(n)] for n in range(5)]
+    assert first.is_alive
+    async with asyncio.timeout(5):
+        while first.is_alive or not setup.alive:
+            await asyncio.sleep(0.01)
+    (second,) = setup.alive
+    second.say(WorkerReady())
+    (job,) = jobs(second)
+    second.say(prepared(job))
+    assert (await asked[5]).request_ids == ["5"]
+    await asyncio.sleep(0.4)
+    assert second.is_alive
+    await setup.stop()
+
+
+async def test_a_job_that_two_workers_stay_at_is_given_up() -> None:
+    setup = Pool(1, timeout=0.1)
+    asked = asyncio.create_task(setup.pool.prepare("endless", "chat", b""))
+    async with asyncio.timeout(10):
+        while not asked.done():
+            for child in setup.alive:
+                if not jobs(child):
+                    child.say(WorkerReady())
+            await asyncio.sleep(0.01)
+    with pytest.raises(ApiError) as caught:
+        await asked
+    assert (caught.value.status, caught.value.error.code) == (500, "preprocess_failed")
+    assert setup.num_deaths == 2
     await setup.stop()
 
 
