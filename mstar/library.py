@@ -8,6 +8,7 @@ from typing import Any, Self, SupportsIndex, TypeGuard
 
 from mstar.catalog import load_prompting, locate, open_engine
 from mstar.engine.output import Emitted, EngineStats, FinishReason, RequestOutput, TokenLogprobs
+from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import MstarError, RequestError
@@ -41,6 +42,7 @@ class Completion:
     """One for each id, where they were asked for."""
     finish_reason: FinishReason
     num_prompt_tokens: int
+    """Places of recordings that were listened to included."""
     num_cached_tokens: int
     """Prompt tokens that were reused instead of computed."""
     num_item_tokens: Mapping[str, int]
@@ -69,18 +71,19 @@ class _Answer:
     Args:
         detokenizer: Makes its text; ``None``: its tokens are no text.
         stop_ids: Ids that end it.
-        num_item_tokens: Prompt tokens that are media, by kind.
+        request: What it is an answer to.
     """
 
     def __init__(
         self,
         detokenizer: Detokenizer | None,
         stop_ids: frozenset[int],
-        num_item_tokens: Mapping[str, int],
+        request: PreparedRequest,
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
-        self._num_item_tokens = num_item_tokens
+        self._num_item_tokens = item_tokens(request)
+        self._num_context_tokens = sum(item.length for item in request.context)
         self._emitted: list[Emitted] = []
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -138,7 +141,7 @@ class _Answer:
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs) if self._logprobs else None,
             finish_reason=self._reason,
-            num_prompt_tokens=self._last.num_prompt_tokens,
+            num_prompt_tokens=self._last.num_prompt_tokens + self._num_context_tokens,
             num_cached_tokens=self._last.num_cached_tokens,
             num_item_tokens=self._num_item_tokens,
             emitted=tuple(self._emitted),
@@ -500,7 +503,7 @@ class Engine:
                 self._answers[request.request_id] = _Answer(
                     Detokenizer(self.tokenizer, params.stop) if has_text else None,
                     own | frozenset(params.stop_token_ids),
-                    item_tokens(request),
+                    request,
                 )
                 self._pieces[request.request_id] = []
         except Exception:

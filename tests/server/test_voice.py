@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 
+from mstar import Engine, SamplingParams
 from mstar.catalog import load_prompting
 from mstar.cli import main
 from mstar.errors import ModelNotFoundError, UnsupportedError
@@ -112,6 +113,16 @@ def test_a_spoken_question_is_answered_as_the_written_one(client: OpenAI, questi
     assert asked.usage.prompt_tokens == num_text + NUM_WINDOW
     assert asked.usage.prompt_tokens_details.audio_tokens == NUM_WINDOW
     assert asked.usage.prompt_tokens_details.cached_tokens >= num_text // 16 * 16
+
+
+def test_places_of_a_recording_are_counted_in_process_as_over_http(
+    client: OpenAI, question: bytes
+) -> None:
+    usage = ask(client, recording(question)).usage
+    with Engine("voice") as engine:
+        answer = engine.chat(recording(question), SamplingParams(max_tokens=8, temperature=0.0))
+    assert answer.num_prompt_tokens == usage.prompt_tokens
+    assert answer.num_item_tokens == {"audio": NUM_WINDOW}
 
 
 def test_a_whole_answer_has_the_sound_of_its_text(client: OpenAI, question: bytes) -> None:
