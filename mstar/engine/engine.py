@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from mstar.engine import memory
 from mstar.engine.batch import Batch
 from mstar.engine.graph_checks import check_graph
@@ -19,6 +21,7 @@ from mstar.engine.output import (
 )
 from mstar.engine.request import PreparedRequest, Request
 from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.mirror import current
 from mstar.engine.root import root_constants
 from mstar.engine.runner import Runner
 from mstar.engine.scheduler import Scheduler
@@ -79,8 +82,10 @@ class EngineCore:
             max_model_len=min(wanted, capacity),
             num_pages=capacity // deployment.page_size,
         )
-        if deployment.cuda_graphs and deployment.device.startswith("cuda"):
-            self._runner.record()
+        self._device = torch.device(deployment.device)
+        if deployment.cuda_graphs and self._device.type == "cuda":
+            with current(self._device):
+                self._runner.record()
         self.named_root = named = root_constants(model.root_constants, model.specs, self.deployment)
         self.root = named.root
         self.root_constants = {} if named.missing else dict(named.constants)
@@ -142,11 +147,16 @@ class EngineCore:
         request = self._walker.requests.get(request_id)
         if request is None:
             return False
-        self._walker.end(request)
+        with current(self._device):
+            self._walker.end(request)
         return True
 
     def step(self) -> list[RequestOutput]:
         """Run one batch and return what it gave; empty when there was nothing to do."""
+        with current(self._device):
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         runner, scheduler = self._runner, self._scheduler
         batch, rejected = scheduler.schedule(runner.launched)
         outputs = [
@@ -188,7 +198,8 @@ class EngineCore:
         Raises:
             StorageError: If a tier could not be emptied; all else is forgotten.
         """
-        return self._runner.reset()
+        with current(self._device):
+            return self._runner.reset()
 
     def explain(self, prepared: PreparedRequest) -> dict[str, Any]:
         """Return how much of a request could be reused now, and what stops it; runs nothing.
@@ -215,7 +226,8 @@ class EngineCore:
         """Put away what is to outlive the engine, in ``timeout`` seconds at most."""
         for request_id in list(self._walker.requests):
             self.abort(request_id)
-        self._runner.disconnect(timeout)
+        with current(self._device):
+            self._runner.disconnect(timeout)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""

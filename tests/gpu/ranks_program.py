@@ -18,10 +18,16 @@ from mstar.engine.resources.sampler.config import SamplingParams
 
 
 def engine(
-    folder: str, dtype: str, size: int, *, cuda_graphs: bool = True, budget: int = 48
+    folder: str,
+    dtype: str,
+    size: int,
+    *,
+    cuda_graphs: bool = True,
+    budget: int = 48,
+    device: str = "cuda",
 ) -> EngineCore:
     deployment = Deployment(
-        device="cuda",
+        device=device,
         tensor_parallel_size=size,
         num_pages=400,
         max_num_seqs=8,

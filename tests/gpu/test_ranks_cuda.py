@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from mstar.engine.engine import EngineCore
 from tests.gpu.ranks_program import engine, run
 
 pytestmark = [
@@ -63,17 +65,45 @@ def test_two_gpus_choose_what_one_finds_likely(
     assert told["cached"] >= 200 // 16 * 16
     reference = engine(str(tmp_path), "float32", 1)
     for got in told["rounds"]:
-        contexts = [
-            ids + [token for token, _ in result[:n]]
-            for ids, result in zip(asked, got, strict=True)
-            for n in range(len(result))
-        ]
-        chosen = [entry for result in got for entry in result]
-        expected = run(reference, contexts, 1)
-        for (token, logprob), (known,) in zip(chosen, expected, strict=True):
-            logprobs = dict(known.top)
-            assert abs(logprob - logprobs[token]) < TOLERANCE[dtype]
-            assert known.top[0][1] - logprobs[token] < 2 * TOLERANCE[dtype]
+        assert_likely(reference, asked, got, TOLERANCE[dtype])
+
+
+def assert_likely(
+    reference: EngineCore,
+    asked: list[list[int]],
+    got: list[list[tuple[int, float]]],
+    tolerance: float,
+) -> None:
+    """Compare the tokens of answers, each with its log-probability, to another engine's."""
+    contexts = [
+        ids + [token for token, _ in result[:n]]
+        for ids, result in zip(asked, got, strict=True)
+        for n in range(len(result))
+    ]
+    chosen = [entry for result in got for entry in result]
+    expected = run(reference, contexts, 1)
+    for (token, logprob), (known,) in zip(chosen, expected, strict=True):
+        logprobs = dict(known.top)
+        assert abs(logprob - logprobs[token]) < tolerance
+        assert known.top[0][1] - logprobs[token] < 2 * tolerance
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_engine_on_the_second_gpu_is_used_by_threads_whose_current_one_is_the_first(
+    tmp_path: Path, dtype: str, cuda_graphs: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    asked = [torch.randint(2, 191, (n,), generator=generator).tolist() for n in LENS]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert torch.cuda.current_device() == 0
+    core = engine(str(tmp_path), dtype, 1, cuda_graphs=cuda_graphs, budget=1024, device="cuda:1")
+    reference = engine(str(tmp_path), "float32", 1)
+    with ThreadPoolExecutor(1) as pool:
+        for results in (run(core, asked), pool.submit(run, core, asked).result()):
+            got = [[(entry.token_id, entry.logprob) for entry in result] for result in results]
+            assert_likely(reference, asked, got, TOLERANCE[dtype])
+    assert torch.cuda.current_device() == 0
 
 
 def test_sums_and_gathers_of_any_size_are_right_and_the_same(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 """What crosses between the CPU and a device without waiting for what the device does."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which this thread launches on ``device`` what does not name a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Mirror:
