@@ -204,6 +204,19 @@ def test_generate_prints_the_answer(model: str, capsys: pytest.CaptureFixture[st
     assert "1 tokens in" in captured.err
 
 
+def test_the_seed_decides_what_prompts_without_one_are_answered(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = []
+    for seed in ("5", "5", "6"):
+        flags = ["--temperature", "30", "-n", "16", "--num-pages", "64", "--seed", seed]
+        assert main(["generate", model, "-p", "3", "-p", "3", *flags]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+    _, first, second = answers[0].split("--- 3\n")
+    assert first != second
+
+
 def test_generate_refuses_what_the_model_cannot_do_before_its_weights_are_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the model runs: cpu, cuda, or cuda:N (default: %(default)s)",
     )
-    add("--seed", type=int, help="seed of everything that has no seed of its own")
+    add("--seed", type=int, help="decides what requests without a seed of their own are given")
     add(
         "--attention-backend",
         metavar="NAME",

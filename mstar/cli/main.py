@@ -170,10 +170,6 @@ def _load(arguments: argparse.Namespace) -> "Engine":
 
     options = engine_options(arguments)
     deployment = options.deployment("auto")
-    if options.seed is not None:
-        import torch  # noqa: PLC0415
-
-        torch.manual_seed(options.seed)
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
     started = time.monotonic()

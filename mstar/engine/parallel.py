@@ -15,7 +15,6 @@ else an engine depends on goes with the calls: the time, and seeds of requests t
 Every frame has a digest of all tokens until now, so that a rank that went astray says so.
 """
 
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -133,6 +132,7 @@ class LeadingEngine(EngineInStep):
     def __init__(self, model: Model, deployment: Deployment, ranks: Ranks, clock: Clock) -> None:
         self._ranks = ranks
         self._clock = clock
+        self._seeds = deployment.seeds("ranks")
         self._digest = 0
         self._encode = msgspec.msgpack.Encoder().encode
         super().__init__(model, deployment)
@@ -160,7 +160,7 @@ class LeadingEngine(EngineInStep):
             EngineDeadError: If a rank has ended.
         """
         if prepared.params.seed is None:
-            params = replace(prepared.params, seed=secrets.randbits(63))
+            params = replace(prepared.params, seed=self._seeds.getrandbits(63))
             prepared = msgspec.structs.replace(prepared, params=params)
         self._tell(AddRequest(prepared))
         super().add_request(prepared)

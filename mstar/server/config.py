@@ -62,7 +62,7 @@ class EngineOptions:
     debug_checks: bool = False
     """Verify all books whenever the engine becomes idle."""
     seed: int | None = None
-    """Seed of everything random that has no seed of its own."""
+    """Decides what requests without a seed of their own are given; ``None``: chance does."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -88,6 +88,7 @@ class EngineOptions:
             attention_backend=self.attention_backend,
             tensor_parallel_size=self.tensor_parallel_size,
             overlap=self.overlap,
+            seed=self.seed,
             host_cache_bytes=self.host_cache_bytes,
             disk_cache_bytes=self.disk_cache_bytes,
             disk_cache_dir=self.disk_cache_dir or str(default_cache_dir() / "kv"),

@@ -257,8 +257,6 @@ def main() -> None:
             channel.send(LoadProgress(stage=stage, fraction=fraction))
 
     try:
-        if options.seed is not None:
-            seed_everything(options.seed)
         engine = load_engine(options, progress)
         publisher = open_publisher(options)
     except MstarError as error:
@@ -311,13 +309,6 @@ def open_publisher(options: EngineOptions) -> EventPublisher | None:
     return EventPublisher(
         options.kv_events_endpoint, options.kv_events_replay_endpoint, options.kv_events_topic
     )
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generator that requests without a seed of their own draw from."""
-    import torch  # noqa: PLC0415 - everything else here goes without naming torch
-
-    torch.manual_seed(seed)
 
 
 if __name__ == "__main__":

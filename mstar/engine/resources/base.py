@@ -6,6 +6,7 @@ A step's life: ``admit`` → ``plan`` → the node's forward calls the plan → 
 ``admit`` makes the runner call ``rollback`` on the resources that had admitted the step already.
 """
 
+import random
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -111,6 +112,8 @@ class Deployment:
     """Launch a recorded step before the tokens of the one before it are read, where that can be."""
     tensor_parallel_size: int = 1
     """Ranks that share the model, a device each."""
+    seed: int | None = None
+    """Decides what requests without a seed of their own are given; ``None``: chance does."""
     clock: Callable[[], float] = time.monotonic
     """Time by which pages are protected, in seconds; the same on all ranks."""
 
@@ -121,6 +124,12 @@ class Deployment:
         for own in fields(suited):
             if getattr(self, own.name) == 0:
                 object.__setattr__(self, own.name, getattr(suited, own.name))
+
+    def seeds(self, purpose: str) -> random.Random:
+        """Return what draws seeds for requests that name none, the same ones for a ``purpose``."""
+        if self.seed is None:
+            return random.SystemRandom()
+        return random.Random(f"{self.seed} {purpose}")
 
     def check(self) -> None:
         """Refuse numbers that cannot be, or do not go together.
@@ -157,6 +166,8 @@ class Deployment:
             value = getattr(self, name)
             if value is not None and not _is_whole(value):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number or None")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")

@@ -35,7 +35,14 @@ def open_tiers(
     tiers: list[Tier] = []
     is_pinned = deployment.device.startswith("cuda")
     if deployment.host_cache_bytes:
-        tiers.append(HostTier(deployment.host_cache_bytes, page_nbytes, pin_memory=is_pinned))
+        tiers.append(
+            HostTier(
+                deployment.host_cache_bytes,
+                page_nbytes,
+                pin_memory=is_pinned,
+                has_twins=deployment.tensor_parallel_size > 1,
+            )
+        )
     if deployment.disk_cache_bytes:
         if deployment.disk_cache_dir is None:
             raise ConfigError(

@@ -1,6 +1,5 @@
 """SamplerManager: what each request asks of sampling, and the token of every step."""
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,8 +175,7 @@ class SamplerManager(Resource):
     Args:
         resource_key: Its key among the model's resources, and of ``Opening.settings``.
         config: The vocabulary.
-        deployment: The device.
-        entropy: Gives a seed of 64 bits where a request names none.
+        deployment: The device, and what decides the seed of a request that names none.
     """
 
     in_pieces = "plan"
@@ -187,12 +185,11 @@ class SamplerManager(Resource):
         resource_key: str,
         config: SamplerConfig,
         deployment: Deployment,
-        entropy: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self.resource_key = resource_key
         self.config = config
         self._device = torch.device(deployment.device)
-        self._entropy = entropy
+        self._seeds = deployment.seeds(resource_key)
         self._seen: SeenTokens | None = None
         if kernels(self._device) is not None:
             self._seen = SeenTokens(config.vocab_size, self._device)
@@ -219,7 +216,7 @@ class SamplerManager(Resource):
         assert key not in self._streams, f"stream {key} is open already"
         params: SamplingParams = opening.settings.get(self.resource_key) or SamplingParams()
         self.config.check_params(params)
-        seed = self._entropy() if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         self._streams[key] = Stream(opening, params, self.config, seed)
         self._labels.setdefault(opening.request_id, []).append(opening.label)
         return None

@@ -16,7 +16,7 @@ from mstar.engine.resources.kv.tiers.base import (
     begin_copy,
     host_memory,
 )
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class HostTier(Tier):
         capacity_bytes: Bound of the images, in bytes.
         page_nbytes: Size of every image, in bytes.
         pin_memory: Lock the memory, so that a CUDA device can copy from it directly.
+        has_twins: Other ranks have this very tier: memory that cannot be had ends this one, since
+            it would not find what they find.
 
     Raises:
         ConfigError: If not even one page fits, or memory cannot be pinned here.
@@ -41,11 +43,19 @@ class HostTier(Tier):
 
     medium = "CPU"
 
-    def __init__(self, capacity_bytes: int, page_nbytes: int, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        page_nbytes: int,
+        pin_memory: bool = False,
+        *,
+        has_twins: bool = False,
+    ) -> None:
         super().__init__(capacity_bytes, page_nbytes, page_nbytes)
         if pin_memory and not torch.cuda.is_available():
             raise ConfigError("pin_memory is True and there is no CUDA device; set it to False")
         self._pin_memory = pin_memory
+        self._has_twins = has_twins
         self._chunk_len = max(1, _CHUNK_NBYTES // page_nbytes)
         self._chunks: list[Image] = []
         """``[up to chunk_len, page_nbytes]`` each; all but the last are full."""
@@ -74,7 +84,11 @@ class HostTier(Tier):
         return self._found.keys()
 
     def put(self, names: Sequence[Name], image: Source) -> list[Evicted]:
-        """Keep a copy of ``image``; one image falls out for it, or itself where memory is short."""
+        """Keep a copy of ``image``; one image falls out for it, or itself where memory is short.
+
+        Raises:
+            EngineDeadError: If memory is short and other ranks have this tier.
+        """
         self._check_page(names, image)
         fresh = []
         for name in names:
@@ -165,6 +179,12 @@ class HostTier(Tier):
         try:
             chunk = host_memory(shape, self._pin_memory)
         except (RuntimeError, MemoryError) as error:
+            if self._has_twins:
+                raise EngineDeadError(
+                    f"the host tier of the KV cache has {self._num_places} pages of "
+                    f"{self.page_nbytes} bytes and gets no more of its {self.max_pages}, as other "
+                    f"ranks may: lower host_cache_bytes (--host-cache-memory); {error}"
+                ) from error
             self.max_pages = max(0, self._num_places - 1)
             logger.warning(
                 "the host tier of the KV cache stays at %d pages of %d bytes: %s",

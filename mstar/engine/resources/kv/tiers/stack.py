@@ -50,12 +50,13 @@ class TierStack:
                 self._put(level + 1, evicted.names, evicted.image)
 
     def wait_room(self, timeout: float) -> bool:
-        """Wait until ``put`` would not drop a page for want of room to queue it.
+        """Wait until ``put`` would not drop a page for want of room to queue it, in any tier.
 
         Args:
             timeout: In seconds.
         """
-        return self.tiers[0].wait_room(max(0.0, timeout))
+        deadline = time.monotonic() + timeout
+        return all(tier.wait_room(max(0.0, deadline - time.monotonic())) for tier in self.tiers)
 
     def find(self, key: bytes) -> str | None:
         """Return the fastest medium that seems to have ``key``; reads no content."""

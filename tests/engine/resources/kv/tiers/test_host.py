@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mstar.engine.resources.kv.tiers import host
 from mstar.engine.resources.kv.tiers.base import Image, Name
 from mstar.engine.resources.kv.tiers.host import HostTier
-from mstar.errors import ConfigError
+from mstar.errors import ConfigError, EngineDeadError
 
 PAGE_NBYTES = 64
 
@@ -97,6 +97,18 @@ def test_tier_settles_for_the_memory_there_is(
     assert len(tier) == max(0, 4 * num_chunks - 1) == tier.max_pages
     assert tier.counts.written + tier.counts.dropped == 20
     assert "can't allocate" in caplog.text
+
+
+def test_a_tier_that_other_ranks_have_ends_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(shape: tuple[int, int], **options: Any) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    tier = HostTier(100 * PAGE_NBYTES, PAGE_NBYTES, has_twins=True)
+    monkeypatch.setattr(torch, "empty", none)
+    with pytest.raises(EngineDeadError, match=r"has 0 pages .* of its 100.* can't allocate"):
+        tier.put([name_of(0)], image_of(0))
 
 
 class HostMachine(RuleBasedStateMachine):

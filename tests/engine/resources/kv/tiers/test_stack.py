@@ -1,7 +1,9 @@
 import tempfile
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,3 +207,24 @@ class StackMachine(RuleBasedStateMachine):
 
 TestStackMachine = StackMachine.TestCase
 TestStackMachine.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+
+def test_who_waits_for_room_loses_no_page_on_a_slow_disk_below_a_small_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = PageFiles.write
+
+    def slow(files: PageFiles, *args: Any) -> Any:
+        time.sleep(0.005)
+        return write(files, *args)
+
+    monkeypatch.setattr(PageFiles, "write", slow)
+    stack = stack_of(tmp_path, 3, 100, Media())
+    for page in range(40):
+        assert stack.wait_room(60)
+        stack.put([name_of(page)], image_of(page))
+    stack.close()
+    assert stack.tiers[1].counts.dropped == 0
+    again = stack_of(tmp_path, 3, 100, Media())
+    assert [medium_of(again, page) for page in range(40)] == ["STORAGE"] * 40
+    again.close()
