@@ -31,6 +31,17 @@ class _Part(NamedTuple):
     step: ResourceStep
 
 
+class _Start(NamedTuple):
+    """A request as it was when it started, or could now."""
+
+    opening: Opening
+    resources: Sequence[Resource]
+    """Those that know its streams."""
+    found: Mapping[str, int] | None = None
+    """Tokens that others had computed, by where they were."""
+    when: float | None = None
+
+
 class Runner:
     """The nodes of a model and the resources they need.
 
@@ -81,8 +92,10 @@ class Runner:
         self._deployment = deployment
         self._recorders: dict[str, Recorder] = {}
         self._flight: Flight | None = None
-        self._starts: dict[str, tuple[Opening, Mapping[str, int], float]] = {}
-        """The requests that started last: what they found, and when."""
+        self._starts: dict[str, _Start] = {}
+        """Of the requests that run, and of those that ended last."""
+        self._ended: dict[str, None] = {}
+        """The latter, the first to end first."""
         self._last: tuple[Batch, NodeStep, list[_Part]] | None = None
 
     def connect(self, root: bytes | None) -> None:
@@ -128,26 +141,39 @@ class Runner:
 
     def explain(self, request: Request) -> dict[str, Any]:
         """Return what each resource says of a request's reuse now, by resource key."""
-        return self._told(self._openings(request)[0], None, None)
+        return self._told(_Start(self._openings(request)[0], self._resources_of(request)))
 
     def explain_started(self, request_id: str) -> dict[str, Any] | None:
         """Return the same of a request that started lately, as it was found then."""
         start = self._starts.get(request_id)
-        return None if start is None else self._told(*start)
+        return None if start is None else self._told(start)
 
-    def _told(
-        self, opening: Opening, found: Mapping[str, int] | None, when: float | None
-    ) -> dict[str, Any]:
-        told = {key: r.explain(opening, found, when) for key, r in self.resources.items()}
+    def _told(self, start: "_Start") -> dict[str, Any]:
+        told = {
+            key: resource.explain(start.opening, start.found, start.when)
+            for key, resource in self.resources.items()
+            if resource in start.resources
+        }
         return {key: report for key, report in told.items() if report is not None}
 
     def _note_start(self, request: Request) -> None:
         """Remember what a request found when it started, and what others computed for it."""
-        if request.was_preempted or not request.openings:
-            return
-        self._starts[request.request_id] = (request.openings[0], request.sources, time.monotonic())
-        if len(self._starts) > self._deployment.max_num_seqs + _MAX_ENDED:
-            del self._starts[next(iter(self._starts))]
+        self._ended.pop(request.request_id, None)
+        if not request.was_preempted and request.openings:
+            self._starts[request.request_id] = _Start(
+                request.openings[0],
+                self._resources_of(request),
+                request.sources,
+                time.monotonic(),
+            )
+
+    def _note_end(self, request_id: str) -> None:
+        """Remember for a while yet what a request had found."""
+        if request_id in self._starts:
+            self._ended[request_id] = None
+            if len(self._ended) > _MAX_ENDED:
+                oldest = next(iter(self._ended))
+                del self._ended[oldest], self._starts[oldest]
 
     def open(self, request: Request) -> Refusal | None:
         """Begin a request in its resources, behind what all of them can reuse."""
@@ -223,6 +249,7 @@ class Runner:
         """Give back everything the request holds."""
         for resource in self._resources_of(request):
             resource.close(request.request_id)
+        self._note_end(request.request_id)
 
     def kinds(self) -> dict[str, NodeKind]:
         """Return what each node is run on."""

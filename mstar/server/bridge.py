@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mstar.engine.output import EngineStats, RequestOutput
+from mstar.engine.output import EngineStats, FinishReason, RequestOutput
 from mstar.engine.resources.kv.explain import ReuseReport
 from mstar.server.child import Launcher
 from mstar.server.config import ServerConfig
@@ -51,8 +51,11 @@ class _Lane:
 
     flight: "Flight"
     index: int
+    has_begun: bool = False
+    """It has given a token, or something beside tokens."""
     last_token: float | None = None
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
 
 
 class Flight:
@@ -222,7 +225,7 @@ class Bridge:
 
     def check(self) -> None:
         """Verify the counters; raises ``AssertionError`` with the numbers."""
-        num_unstarted = sum(lane.last_token is None for lane in self._lanes.values())
+        num_unstarted = sum(not lane.has_begun for lane in self._lanes.values())
         assert num_unstarted == self._num_unstarted, (num_unstarted, self._num_unstarted)
         assert self._num_preparing >= 0, self._num_preparing
         is_idle = self.num_in_flight == 0
@@ -359,7 +362,7 @@ class Bridge:
             if (lane := self._lanes.get(request_id)) is not None:
                 lane.flight.accepted(request_id)
         for request_id, error in message.rejected:
-            if (lane := self._leave(request_id)) is not None:
+            if (lane := self._leave(request_id, "error")) is not None:
                 lane.flight.fail(ApiError.of(400, error))
         now = time.monotonic()
         for output in message.outputs:
@@ -369,23 +372,20 @@ class Bridge:
 
     def _output(self, lane: _Lane, output: RequestOutput, now: float) -> None:
         metrics, flight = self.metrics, lane.flight
-        if flight.first_token is None and output.emitted:
-            flight.first_token = now
+        if not lane.has_begun and (output.token_ids or output.emitted):
+            lane.has_begun = True
+            self._num_unstarted -= 1
+            if flight.first_token is None:
+                flight.first_token = now
+            metrics.time_to_first_token.observe(now - flight.arrival)
         if output.token_ids:
-            if lane.last_token is None:
-                self._num_unstarted -= 1
-                if flight.first_token is None:
-                    flight.first_token = now
-                metrics.time_to_first_token.observe(now - flight.arrival)
-            else:
+            if lane.last_token is not None:
                 metrics.inter_token_latency.observe(now - lane.last_token)
             lane.last_token = now
             lane.num_tokens += len(output.token_ids)
+        lane.num_prompt_tokens = output.num_prompt_tokens
         if output.finish_reason is not None:
-            self._leave(output.request_id, output.finish_reason)
-            metrics.request_latency.observe(now - flight.arrival)
-            metrics.request_prompt_tokens.observe(output.num_prompt_tokens)
-            metrics.request_generation_tokens.observe(lane.num_tokens)
+            self._finish(lane, output.request_id, output.finish_reason, now)
         if output.error is not None:
             flight.fail(_failure(output))
         else:
@@ -396,15 +396,20 @@ class Bridge:
         request_id = flight.request_ids[index]
         lane = self._lanes.get(request_id)
         if lane is not None:
-            self._leave(request_id, "stop")
-            self.metrics.request_latency.observe(time.monotonic() - flight.arrival)
-            self.metrics.request_generation_tokens.observe(lane.num_tokens)
+            self._finish(lane, request_id, "stop", time.monotonic())
             self.link.try_send(AbortRequests(request_ids=[request_id]))
 
-    def _leave(self, request_id: str, reason: str = "abort") -> _Lane | None:
+    def _finish(self, lane: _Lane, request_id: str, reason: FinishReason, now: float) -> None:
+        """Note that a choice has come to its end."""
+        self._leave(request_id, reason)
+        self.metrics.request_latency.observe(now - lane.flight.arrival)
+        self.metrics.request_prompt_tokens.observe(lane.num_prompt_tokens)
+        self.metrics.request_generation_tokens.observe(lane.num_tokens)
+
+    def _leave(self, request_id: str, reason: FinishReason = "abort") -> _Lane | None:
         lane = self._lanes.pop(request_id, None)
         if lane is not None:
-            if lane.last_token is None:
+            if not lane.has_begun:
                 self._num_unstarted -= 1
             self.metrics.finished(reason)
             self._check_idle()

@@ -81,6 +81,9 @@ class Child(Generic[ReceivedT]):
         folder: Where the socket file goes.
         on_message: Called with each message.
         on_exit: Called once with the exit status, after the last message; not after ``kill``.
+
+    Raises:
+        OSError: If the system starts no process now.
     """
 
     _numbers = itertools.count()
@@ -103,12 +106,17 @@ class Child(Generic[ReceivedT]):
         self._channel: ParentChannel[ReceivedT] = ParentChannel(context, endpoint, received)
         loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = loop.create_future()
-        with _signals_blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
-                stdin=subprocess.PIPE,
-                env=_environment(),
-            )
+        try:
+            with _signals_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module],
+                    stdin=subprocess.PIPE,
+                    env=_environment(),
+                )
+        except OSError:
+            self._channel.close()
+            self._path.unlink(missing_ok=True)
+            raise
         self.pid = self._process.pid
         assert self._process.stdin is not None
         # A child that is dead already is noticed as any other dead child.

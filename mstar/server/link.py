@@ -95,13 +95,17 @@ class EngineLink:
         self._failure = None
         self.num_starts += 1
         self._last_heard = time.monotonic()
-        self._child = self._launcher.start(
-            "mstar.server.engine_process",
-            self._options,
-            FromEngine,
-            on_message=self._receive,
-            on_exit=self._bury,
-        )
+        try:
+            self._child = self._launcher.start(
+                "mstar.server.engine_process",
+                self._options,
+                FromEngine,
+                on_message=self._receive,
+                on_exit=self._bury,
+            )
+        except OSError as error:
+            # The machine has no processes or no memory to give, which may pass.
+            self._end(f"the engine process cannot be started: {error}")
 
     @property
     def pid(self) -> int | None:
@@ -168,20 +172,24 @@ class EngineLink:
             self._pinger = loop.call_later(_PING_SECONDS, self._ping)
 
     def _bury(self, status: int) -> None:
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        self._end(f"the engine process ended ({how})")
+
+    def _end(self, reason: str) -> None:
         failure = self._failure
-        pid, self._child = self.pid, None
+        who = "engine" if self._child is None else f"engine {self.pid}"
+        self._child = None
         self.state = EngineState.DEAD
         if self._pinger is not None:
             self._pinger.cancel()
         self._forget_ranks()
         delay = self._backoff.next_delay()
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        reason = f"the engine process ended ({how})" if failure is None else failure.error
+        reason = reason if failure is None else failure.error
         is_final = self.facts is None and (
             failure is not None or self._backoff.num_deaths >= _MAX_FIRST_DEATHS
         )
         if not is_final:
-            logger.error("engine %s: %s; it is started again in %.1f s", pid, reason, delay)
+            logger.error("%s: %s; it is started again in %.1f s", who, reason, delay)
         self._listener.on_death(reason)
         if is_final:
             self.state = EngineState.STOPPED

@@ -106,7 +106,9 @@ class Metrics:
             reason: rejected.labels(**self._labels, reason=reason) for reason in REJECTION_REASONS
         }
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _TTFT_SECONDS
+            "time_to_first_token_seconds",
+            "From arrival to the first token, or the first of what is not told in tokens.",
+            _TTFT_SECONDS,
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of a request.", _ITL_SECONDS

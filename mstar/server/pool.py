@@ -151,13 +151,19 @@ class WorkerPool:
 
     def _spawn(self) -> None:
         worker: _Worker
-        child: Child[FromWorker] = self._launcher.start(
-            "mstar.server.worker",
-            self._settings,
-            FromWorker,
-            on_message=lambda message: self._receive(worker, message),
-            on_exit=lambda status: self._bury(worker, status),
-        )
+        try:
+            child: Child[FromWorker] = self._launcher.start(
+                "mstar.server.worker",
+                self._settings,
+                FromWorker,
+                on_message=lambda message: self._receive(worker, message),
+                on_exit=lambda status: self._bury(worker, status),
+            )
+        except OSError as error:
+            # The machine has no processes or no memory to give, which may pass.
+            logger.error("a preprocess worker cannot be started: %s", error)
+            self._replace()
+            return
         worker = _Worker(child)
         self._workers.append(worker)
 
@@ -229,10 +235,14 @@ class WorkerPool:
         for job in reversed(worker.jobs):
             if not job.answer.done():
                 self._queue.appendleft(job)
+        if self._failure is None:
+            logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
+        self._replace()
+
+    def _replace(self) -> None:
+        """Start a worker in place of one that is gone, after a while."""
         delay = self._backoff.next_delay()
         failure, self._failure = self._failure, None
-        if failure is None:
-            logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
         self._on_death()
         self._on_change()
         if not self._was_ready and (failure is not None or self._backoff.num_deaths >= 3):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -271,3 +272,21 @@ def test_a_text_alone_is_spoken_as_it_is(desk: Desk) -> None:
     voice = desk.model.speaker.voice
     whole = np.concatenate([voice.speak("Good morning. "), voice.speak("How are you?")])
     assert np.array_equal(sound(outputs), whole)
+
+
+def test_what_a_chat_reuses_is_told_by_the_cache_that_it_is_in_alone(desk: Desk) -> None:
+    engine = desk.engine()
+    messages = [{"role": "user", "content": "What colour is the sky? " * 8}]
+    request = desk.chat(engine, messages)
+    engine.add_request(request)
+    finish(engine)
+    again = msgspec.structs.replace(request, request_id="again")
+    foretold = engine.explain(again)
+    engine.add_request(again)
+    (cached,) = {output.num_cached_tokens for output in finish(engine)["again"]}
+    assert cached >= len(request.token_ids) - engine.deployment.page_size > 0
+    for told in (foretold, engine.explain_request("again")):
+        assert told is not None
+        assert [(key, report.num_matched_tokens) for key, report in told.items()] == [
+            ("answer.kv", cached)
+        ]

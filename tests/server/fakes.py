@@ -1,6 +1,8 @@
 """A child without a process: the test plays its part."""
 
+import errno
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,8 @@ class FakeChild(Child[Any]):
 
     _pids = itertools.count(1)
     started: "list[FakeChild]" = []  # noqa: RUF012 - one list a subclass, made by `family`
+    num_refusals = 0
+    """Children that the system refuses to start from now on."""
 
     def __init__(
         self,
@@ -39,6 +43,9 @@ class FakeChild(Child[Any]):
         on_exit: Callable[[int], None],
         **_: object,
     ) -> None:
+        if self.num_refusals:
+            type(self).num_refusals -= 1
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.module = module
         self.pid = next(FakeChild._pids)
         self.sent: list[Any] = []

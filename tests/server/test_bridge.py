@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import pytest
 import zmq.asyncio
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mstar.engine.output import ErrorInfo, FinishReason, RequestOutput
+from mstar.engine.array import from_numpy
+from mstar.engine.output import Emitted, ErrorInfo, FinishReason, RequestOutput
 from mstar.server.bridge import Bridge, Flight
 from mstar.server.child import Launcher
 from mstar.server.config import EngineOptions, ServerConfig
@@ -26,6 +28,7 @@ from mstar.transport.messages import (
     WorkerReady,
 )
 from tests.server.fakes import FACTS, FakeChild, family
+from tests.server.test_metrics import sample
 from tests.server.test_pool import OPTIONS
 
 pytestmark = pytest.mark.anyio
@@ -70,6 +73,10 @@ class Setup:
 
     def _alive(self, module: str) -> FakeChild:
         return next(c for c in self.children.started if c.is_alive and c.module.endswith(module))
+
+    @property
+    def alive(self) -> list[FakeChild]:
+        return [child for child in self.children.started if child.is_alive]
 
     @property
     def engine(self) -> FakeChild:
@@ -193,6 +200,36 @@ async def test_a_full_queue_turns_away_until_first_tokens_come() -> None:
     await setup.stop()
 
 
+async def test_what_speaks_waits_no_longer() -> None:
+    setup = Setup(max_num_queued_reqs=2)
+    flight = await setup.flight()
+    with pytest.raises(ApiError):
+        await setup.submit()
+    sound = Emitted(name="audio", array=from_numpy(np.zeros(3, np.float32)))
+    setup.engine.say(StepDone(outputs=[output(f"r1{n}", [], emitted=[sound]) for n in ("", "-n1")]))
+    assert flight.first_token is not None
+    setup.bridge.check()
+    await setup.flight()
+    metrics = setup.bridge.metrics
+    assert sample(metrics, "time_to_first_token_seconds_count") == 2
+    assert sample(metrics, "inter_token_latency_seconds_count") == 0
+    await setup.stop()
+
+
+async def test_a_choice_that_ends_at_a_stop_string_is_counted_as_any_other() -> None:
+    setup = Setup()
+    flight = await setup.flight()
+    setup.engine.say(StepDone(outputs=[output("r1", [5]), output("r1-n1", [6], "length")]))
+    setup.bridge.finish_by_stop_string(flight, 0)
+    metrics = setup.bridge.metrics
+    for name in ("e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert sample(metrics, f"{name}_count") == 2
+    assert sample(metrics, "request_prompt_tokens_sum") == 2
+    assert sample(metrics, "request_generation_tokens_sum") == 2
+    assert setup.engine.sent[-1] == AbortRequests(request_ids=["r1"])
+    await setup.stop()
+
+
 async def test_a_dead_engine_fails_what_runs_and_what_is_being_prepared() -> None:
     setup = Setup()
     flight = await setup.flight()
@@ -211,6 +248,20 @@ async def test_a_dead_engine_fails_what_runs_and_what_is_being_prepared() -> Non
     assert setup.bridge.readiness().code == "model_loading"
     setup.engine.say(EngineReady(facts=FACTS))
     assert setup.bridge.readiness().is_ready
+    await setup.stop()
+
+
+async def test_an_engine_that_the_system_does_not_start_is_started_later() -> None:
+    setup = Setup()
+    setup.children.num_refusals = 1
+    setup.engine.die()
+    async with asyncio.timeout(10):
+        while not any(c.is_alive and c.module.endswith("engine_process") for c in setup.alive):
+            await asyncio.sleep(0.01)
+    assert not setup.bridge.readiness().is_ready
+    setup.engine.say(EngineReady(facts=FACTS))
+    assert setup.bridge.readiness().is_ready
+    await setup.flight()
     await setup.stop()
 
 

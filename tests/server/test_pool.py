@@ -162,6 +162,25 @@ async def test_a_job_that_two_workers_stay_at_is_given_up() -> None:
     await setup.stop()
 
 
+async def test_a_worker_that_the_system_does_not_start_is_started_later() -> None:
+    setup = Pool(1)
+    (first,) = setup.alive
+    first.say(WorkerReady())
+    setup.children.num_refusals = 1
+    first.die()
+    async with asyncio.timeout(10):
+        while not setup.alive:
+            await asyncio.sleep(0.01)
+    (second,) = setup.alive
+    assert setup.num_deaths == 2
+    second.say(WorkerReady())
+    asked = asyncio.create_task(setup.pool.prepare("a", "chat", b""))
+    await turn()
+    second.say(prepared(*jobs(second)))
+    assert (await asked).request_ids == ["a"]
+    await setup.stop()
+
+
 async def test_a_workers_complaint_becomes_the_requests_error() -> None:
     setup = Pool(1)
     (child,) = setup.alive

@@ -326,6 +326,23 @@ def test_started_request_is_explained_as_it_was_found_then(model: DecoderModel) 
     assert of_started(bench, "third").num_matched_tokens == 4
 
 
+def test_a_request_is_explained_as_long_as_it_runs_and_the_ended_for_a_while(
+    model: DecoderModel,
+) -> None:
+    bench = Bench(model)
+    bench.add("long", prompt(1, 11), max_tokens=150)
+    bench.step()
+    at_start = of_started(bench, "long")
+    for number in range(100):
+        bench.add(str(number), prompt(number % 5, 3), max_tokens=1)
+        bench.step()
+    assert of_started(bench, "long") == at_start
+    bench.drain()
+    assert of_started(bench, "long") == at_start
+    told = [bench.engine.explain_request(str(number)) is not None for number in range(100)]
+    assert told == [False] * 69 + [True] * 31
+
+
 def test_report_of_a_request_agrees_with_what_it_was_told_before_it_started(
     model: DecoderModel,
 ) -> None:
