@@ -12,6 +12,7 @@ from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import MstarError, RequestError
+from mstar.preprocess.answer_text import AnswerText
 from mstar.preprocess.detokenizer import Detokenizer
 from mstar.preprocess.media.content import sound_source
 from mstar.preprocess.media.limits import MediaLimits
@@ -69,19 +70,16 @@ class _Answer:
     """One answer while it comes in.
 
     Args:
-        detokenizer: Makes its text; ``None``: its tokens are no text.
-        stop_ids: Ids that end it.
+        text: Follows its text; ``None``: its tokens are no text.
         request: What it is an answer to.
     """
 
     def __init__(
         self,
-        detokenizer: Detokenizer | None,
-        stop_ids: frozenset[int],
+        text: AnswerText | None,
         request: PreparedRequest,
     ) -> None:
-        self._detokenizer = detokenizer
-        self._stop_ids = stop_ids
+        self._text = text
         self._num_item_tokens = item_tokens(request)
         self._num_context_tokens = sum(item.length for item in request.context)
         self._emitted: list[Emitted] = []
@@ -104,7 +102,7 @@ class _Answer:
     @property
     def is_cut(self) -> bool:
         """Whether a stop string ended it before the engine did."""
-        return self.is_done and (self._last is None or self._last.finish_reason is None)
+        return self._text is not None and self._text.is_cut
 
     def push(self, output: RequestOutput) -> AnswerPiece:
         """Take one output and return what it adds, text as far as it is certain."""
@@ -115,21 +113,13 @@ class _Answer:
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs or ()
         self._emitted += output.emitted
-        ids = output.token_ids
-        self._reason = output.finish_reason
-        if self._detokenizer is None:
+        if self._text is None:
+            self._reason = output.finish_reason
             return AnswerPiece("", tuple(output.emitted))
-        if self._reason == "stop" and ids and ids[-1] in self._stop_ids:
-            ids = ids[:-1]
-        text = self._detokenizer.push(ids)
-        if self._detokenizer.stopped:
-            self._reason = "stop"
-        elif self.is_done:
-            text += self._detokenizer.finish()
-            if self._detokenizer.stopped:
-                self._reason = "stop"
-        self._pieces.append(text)
-        return AnswerPiece(text, tuple(output.emitted))
+        delta = self._text.push(output)
+        self._reason = delta.finish_reason
+        self._pieces.append(delta.text)
+        return AnswerPiece(delta.text, tuple(output.emitted))
 
     def completion(self) -> Completion:
         """Return the whole answer."""
@@ -249,7 +239,6 @@ class Engine:
             processor=processor,
             limits=limits,
         )
-        self._stop_ids = loaded.stop_token_ids
         self._answers: dict[str, _Answer] = {}
         self._pieces: dict[str, list[AnswerPiece]] = {}
         """Of answers: what nobody has read yet."""
@@ -492,24 +481,24 @@ class Engine:
             raise RuntimeError("the engine is closed; make another one")
         self._drop_forgotten()
         prepared = [self._preparer.prepare(request) for request in requests]
-        is_text = [
-            request.task is None or isinstance(request.task, ChatTask) for request in requests
-        ]
         try:
-            for request, has_text in zip(prepared, is_text, strict=True):
+            for request, asked in zip(prepared, requests, strict=True):
                 self.core.add_request(request)
-                params = request.params
-                own = frozenset() if params.ignore_eos else self._stop_ids
-                self._answers[request.request_id] = _Answer(
-                    Detokenizer(self.tokenizer, params.stop) if has_text else None,
-                    own | frozenset(params.stop_token_ids),
-                    request,
-                )
+                text = self._text_of(asked.task, request.params)
+                self._answers[request.request_id] = _Answer(text, request)
                 self._pieces[request.request_id] = []
         except Exception:
             for request in prepared:
                 self._drop(request.request_id)
             raise
+
+    def _text_of(self, task: object, params: SamplingParams) -> AnswerText | None:
+        """Return what follows an answer's text; ``None``: its tokens are no text."""
+        if task is not None and not isinstance(task, ChatTask):
+            return None
+        detokenizer = Detokenizer(self.tokenizer, params.stop, stop_after=params.min_tokens)
+        is_spoken = task is not None and "audio" in task.modalities
+        return AnswerText(detokenizer, is_spoken=is_spoken)
 
     def _step(self) -> None:
         self._drop_forgotten()

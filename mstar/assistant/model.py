@@ -198,10 +198,12 @@ class VoiceAssistant(Model):
             return found
         if talk is None or request.cursor.name != _SPEAK:
             return ()
+        params = request.params
         if talk.written is None:
-            talk.written = Detokenizer(self._tokenizer)
-        is_stop = request.finish_reason == "stop" and token in request.stop_token_ids
-        text = talk.written.push(() if is_stop else (token,))
+            talk.written = Detokenizer(self._tokenizer, params.stop, stop_after=params.min_tokens)
+        text = talk.written.push(() if request.finish_reason == "stop" else (token,))
+        if talk.written.stopped:
+            request.finish_reason = "stop"
         if request.finish_reason is not None:
             text += talk.written.finish()
         return [Emitted(name=_ANSWERED, text=text)] if text else ()

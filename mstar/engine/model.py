@@ -69,7 +69,8 @@ class Model(ABC):
     def emit(self, request: Request, node: str, token: int) -> Sequence[Emitted]:
         """Return what a token that a node of ``telling`` gave is worth to others.
 
-        It is the last of ``request.tokens``; ``request.finish_reason`` says whether more follow.
+        It is the last of ``request.tokens``; ``request.finish_reason`` says whether more follow,
+        and is set where what was written ends here though the token does not end it.
         """
         return ()
 

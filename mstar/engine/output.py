@@ -37,6 +37,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     token_ids: list[int]
     """New ids; the id that ends the request is among them."""
+    has_stop_token: bool = False
+    """The last of them is a stop token that ended what was written, and no text."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each new id, where the request asked for them."""
     finish_reason: FinishReason | None = None

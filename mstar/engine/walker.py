@@ -82,7 +82,7 @@ class Walker:
                 outputs.append(self.fail(request, "invalid_logits", failures[place]))
                 continue
             component = request.component
-            request.finish_reason = request.append(token)
+            request.finish_reason = ended = request.append(token)
             emitted: list[Emitted] = []
             reason, error = None, None
             if not is_plain or request.cursor.complete(node, holds, request):
@@ -96,6 +96,7 @@ class Walker:
                 RequestOutput(
                     request_id=request.request_id,
                     token_ids=[] if component.is_silent else [token],
+                    has_stop_token=ended == "stop" and not component.is_silent,
                     logprobs=own if own is None else [own],
                     finish_reason=reason,
                     num_prompt_tokens=request.num_prompt_tokens,

@@ -24,6 +24,7 @@ class Detokenizer:
         stop: Strings that end the text. The one that is complete first counts, of several the
             longest.
         skip_special_tokens: Leave control tokens out of the text.
+        stop_after: Ids at the beginning in whose text no stop string is looked for.
         include_stop: The stop string stays part of the text.
         after_text: The output goes on from other text, so a space at its beginning belongs to it.
     """
@@ -36,12 +37,14 @@ class Detokenizer:
         tokenizer: TextTokenizer,
         stop: Sequence[str] = (),
         *,
+        stop_after: int = 0,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         after_text: bool = False,
     ) -> None:
         self._decoder = _new_decoder(tokenizer, skip_special_tokens, after_text)
         self._stop = tuple(sorted(stop, key=len, reverse=True))
+        self._stop_after = stop_after
         self._include_stop = include_stop
         self._held = ""
 
@@ -54,8 +57,13 @@ class Detokenizer:
         """Return the text that may go out now; empty once a stop string was found."""
         if self.stopped:
             return ""
-        text = self._decoder.push(token_ids)
-        return self._release(text) if self._stop else text
+        if not self._stop:
+            return self._decoder.push(token_ids)
+        ids = list(token_ids)
+        free, ids = ids[: self._stop_after], ids[self._stop_after :]
+        self._stop_after -= len(free)
+        text = self._decoder.push(free) if free else ""
+        return text + self._release(self._decoder.push(ids)) if ids else text
 
     def finish(self) -> str:
         """Return what was held back, when no more ids will come."""

@@ -9,6 +9,7 @@ import msgspec
 
 from mstar.engine.output import FinishReason, RequestOutput
 from mstar.engine.resources.sampler.config import TokenLogprobs
+from mstar.preprocess.answer_text import AnswerText
 from mstar.preprocess.detokenizer import Detokenizer
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.rendering import DONE, EVENT_STREAM, Counts, Rendering, event
@@ -55,12 +56,14 @@ class Choice:
     """
 
     def __init__(self, tokenizer: TextTokenizer, options: AnswerOptions) -> None:
-        self._detokenizer = Detokenizer(
+        detokenizer = Detokenizer(
             tokenizer,
             options.stop,
+            stop_after=options.stop_after,
             skip_special_tokens=options.skip_special_tokens,
             include_stop=options.include_stop,
         )
+        self._answer = AnswerText(detokenizer, is_spoken=options.media is not None)
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -72,39 +75,24 @@ class Choice:
         self.spoken = SpokenPart("wav" if options.media is None else options.media.format)
 
     @property
-    def hit_stop_string(self) -> bool:
-        """Whether the text ended at a stop string, which the engine knows nothing of."""
-        return self._detokenizer.stopped
+    def is_cut(self) -> bool:
+        """Whether a stop string has ended it, which the engine knows nothing of."""
+        return self._answer.is_cut
 
     def push(self, output: RequestOutput) -> Delta:
         """Take one output in and return what it adds."""
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
-        ids = output.token_ids
-        reason = output.finish_reason
-        # The token that ended the output is counted but is no text.
-        num_visible = len(ids) - 1 if reason == "stop" else len(ids)
-        detokenizer, pieces = self._detokenizer, []
-        num_taken = len(ids)
-        for place, token in enumerate(ids[:num_visible]):
-            pieces.append(detokenizer.push((token,)))
-            if detokenizer.stopped:
-                num_taken = num_visible = place + 1
-                break
-        if reason is not None and not detokenizer.stopped:
-            pieces.append(detokenizer.finish())
-        if detokenizer.stopped:
-            reason = "stop"
-        delta = Delta(
-            "".join(pieces),
-            ids[:num_taken],
+        text, num_taken, num_visible, reason = self._answer.push(output)
+        self.num_tokens += num_taken
+        self.finish_reason = reason
+        return Delta(
+            text,
+            output.token_ids[:num_taken],
             [] if output.logprobs is None else output.logprobs[:num_visible],
             reason,
             self.spoken.take(output.emitted) if output.emitted else {},
         )
-        self.num_tokens += num_taken
-        self.finish_reason = reason
-        return delta
 
     def keep(self, delta: Delta) -> None:
         """Add a delta to what the whole answer will hold."""
@@ -168,7 +156,7 @@ class Answer(Rendering):
 
     def is_cut(self, index: int) -> bool:
         """Tell whether choice ``index`` ended at a stop string."""
-        return self.choices[index].hit_stop_string
+        return self.choices[index].is_cut
 
     def finish_reasons(self) -> Sequence[FinishReason | None]:
         """Return why each choice has ended."""

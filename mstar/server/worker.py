@@ -244,6 +244,7 @@ def _options(
         num_prompt_tokens=[len(prompt.token_ids) for prompt in prompts],
         num_top_logprobs=parsed.params.logprobs,
         stop=list(parsed.params.stop),
+        stop_after=parsed.params.min_tokens,
         include_stop=parsed.include_stop,
         skip_special_tokens=parsed.skip_special_tokens,
         return_token_ids=parsed.return_token_ids,

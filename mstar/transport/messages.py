@@ -96,6 +96,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_top_logprobs: int | None
     """Alternatives to report for each token; ``None``: no log-probabilities at all."""
     stop: list[str]
+    stop_after: int = 0
+    """Ids at the beginning in whose text no stop string is looked for."""
     include_stop: bool
     """The stop string that ended the output stays part of it."""
     skip_special_tokens: bool

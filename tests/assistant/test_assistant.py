@@ -1,6 +1,7 @@
 """The voice assistant out of real weights, in one engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.errors import ModelNotFoundError, UnsupportedError
+from mstar.preprocess.answer_text import AnswerText
+from mstar.preprocess.detokenizer import Detokenizer
 from mstar.preprocess.media.types import AudioMedia, Media
 from mstar.preprocess.processors.base import ChatTask, Draft, SpeechTask, TranscriptionTask
 from mstar.preprocess.prompt import request_root
@@ -166,6 +169,52 @@ def test_the_first_sentence_is_heard_while_the_next_is_written(desk: Desk) -> No
     assert [output.finish_reason is None for output in outputs] == [True] * (len(outputs) - 1) + [
         False
     ]
+
+
+def test_a_stop_string_ends_what_is_written_and_what_stands_before_it_is_said(desk: Desk) -> None:
+    engine = desk.engine()
+    messages = [{"role": "user", "content": "Tell me about spiders."}]
+    whole = desk.tokenizer.decode(desk.answer("Tell me about spiders."), skip_special_tokens=True)
+    stop = words(whole)[-3]
+    before = whole[: whole.index(f" {stop}")]
+    for is_spoken in (True, False):
+        request = desk.chat(engine, messages, is_spoken=is_spoken)
+        params = replace(GREEDY, stop=(f" {stop}",))
+        engine.add_request(msgspec.structs.replace(request, params=params))
+        answer = AnswerText(Detokenizer(desk.tokenizer, params.stop), is_spoken=is_spoken)
+        pieces, outputs = [], []
+        while engine.has_work:
+            for output in engine.step():
+                outputs.append(output)
+                pieces.append(answer.push(output))
+                if answer.is_cut:
+                    engine.abort("r")
+        assert "".join(piece.text for piece in pieces) == before
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
+        assert words(" ".join(texts(outputs, "audio"))) == (words(before) if is_spoken else [])
+        assert len(ids_of(outputs)) < 40
+    params = replace(GREEDY, stop=(" ",), min_tokens=20)
+    engine.add_request(
+        msgspec.structs.replace(desk.chat(engine, messages, is_spoken=True), params=params)
+    )
+    assert 20 < len(ids_of(finish(engine)["r"])) < 30
+
+
+def test_a_stop_token_is_neither_written_nor_said(desk: Desk) -> None:
+    engine = desk.engine()
+    messages = [{"role": "user", "content": "Tell me about spiders."}]
+    ids = desk.answer("Tell me about spiders.")
+    number = next(n for n in range(10, len(ids)) if ids[n] not in ids[:n])
+    params = replace(GREEDY, stop_token_ids=(ids[number],))
+    before = desk.tokenizer.decode(ids[:number], skip_special_tokens=True)
+    for is_spoken in (True, False):
+        request = desk.chat(engine, messages, is_spoken=is_spoken)
+        engine.add_request(msgspec.structs.replace(request, params=params))
+        outputs = finish(engine)["r"]
+        answer = AnswerText(Detokenizer(desk.tokenizer), is_spoken=is_spoken)
+        assert "".join(answer.push(output).text for output in outputs) == before
+        assert ids_of(outputs) == ids[: number + 1]
+        assert words(" ".join(texts(outputs, "audio"))) == (words(before) if is_spoken else [])
 
 
 def test_conversations_at_once_get_what_each_gets_alone(desk: Desk) -> None:

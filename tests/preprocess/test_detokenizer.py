@@ -185,3 +185,19 @@ def test_smollm2_streams_as_it_decodes(smollm2: TextTokenizer, ids: list[int]) -
 def test_gemma3_streams_as_it_decodes(gemma3: TextTokenizer, ids: list[int]) -> None:
     ids = [*ids, *gemma3.encode("a", add_special_tokens=False)]
     assert "".join(_stream(Detokenizer(gemma3), ids)) == gemma3.decode(ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stop_after", "expected"), [(0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (9, "abab")]
+)
+def test_no_stop_string_is_looked_for_in_the_first_ids(
+    tokenizers: dict[str, TextTokenizer], size: int, stop_after: int, expected: str
+) -> None:
+    """One that begins before the border and ends behind it does not end the text."""
+    tokenizer = tokenizers["byte_level"]
+    singles = {tokenizer.token_bytes(n): n for n in range(tokenizer.vocab_size)}
+    ids = [singles[letter.encode()] for letter in "abab"]
+    detokenizer = Detokenizer(tokenizer, ["ab"], stop_after=stop_after)
+    assert "".join(_stream(detokenizer, ids, [size])) == expected
+    assert detokenizer.stopped == (stop_after < 3)

@@ -28,7 +28,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """Tokens to generate at most; ``None``: what the context leaves."""
     min_tokens: int = 0
-    """Stop tokens are masked until so many tokens are generated."""
+    """Before so many tokens, stop tokens are masked and stop strings not looked for."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_k: int = 0
