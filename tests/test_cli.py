@@ -121,6 +121,23 @@ def test_a_seed_out_of_range_is_one_clear_line(
     assert str(2**64) in line
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("generate", ["--kv-events-endpoint", "tcp://127.0.0.1:5557"], "published by a server"),
+        ("generate", ["--disk-cache-dir", "/tmp"], "give disk_cache_bytes"),
+        ("serve", ["--disk-cache-dir", "/tmp"], "give disk_cache_bytes"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_one_clear_line(
+    command: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ["-p", "hi"] if command == "generate" else []
+    assert main([command, "./nowhere", *prompt, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_a_device_that_is_not_there_is_one_clear_line(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

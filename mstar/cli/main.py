@@ -35,13 +35,14 @@ from mstar.cli.cache_arguments import add_server, client_of
 from mstar.cli.chat import MAX_TOKENS, TEMPERATURE, Recording, Talk, sampling_defaults
 from mstar.cli.parser import Parser
 from mstar.cli.sound_file import SoundFiles
-from mstar.errors import MstarError, RequestError
+from mstar.errors import ConfigError, MstarError, RequestError
 from mstar.server.waiting import wait_briefly
 from mstar.version import __version__
 
 if TYPE_CHECKING:
     from mstar.engine.resources.sampler.config import SamplingParams
     from mstar.library import Completion, Engine
+    from mstar.server.config import EngineOptions
 
 # Exit status of a user's mistake, as argparse has it.
 _EXIT_USER = 2
@@ -165,10 +166,22 @@ def _serve(arguments: argparse.Namespace) -> int:
     )
 
 
+def _own_options(arguments: argparse.Namespace) -> "EngineOptions":
+    """Return the options of an engine in this process.
+
+    Raises:
+        ConfigError: If they are wrong, or a server's.
+    """
+    options = engine_options(arguments)
+    if options.kv_events_endpoint is not None:
+        raise ConfigError("KV events are published by a server: leave kv_events_endpoint out")
+    return options
+
+
 def _load(arguments: argparse.Namespace) -> "Engine":
     from mstar.library import Engine  # noqa: PLC0415
 
-    options = engine_options(arguments)
+    options = _own_options(arguments)
     deployment = options.deployment("auto")
     from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
@@ -200,7 +213,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompts + arguments.more_prompts
     params = sampling_params(arguments)
     # A wrong flag is told of before any file is read.
-    engine_options(arguments)
+    _own_options(arguments)
     _check_prompts(prompts, params, arguments)
     with _load(arguments) as engine:
         started = time.monotonic()

@@ -73,6 +73,11 @@ class EngineOptions:
         # The dtype is known once the checkpoint is open; no number depends on it.
         self.deployment(self.dtype or "float32").check()
         check_backend(self.attention_backend)
+        if self.disk_cache_dir is not None and not self.disk_cache_bytes:
+            raise ConfigError(
+                f"disk_cache_dir is {self.disk_cache_dir!r} and nothing may be put there: give "
+                "disk_cache_bytes (--disk-cache-space) too"
+            )
         if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
             raise ConfigError(
                 "KV events are replayed and not published: give kv_events_endpoint too"

@@ -199,6 +199,32 @@ _UNSERVED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
     "web_search_options": (),
+    # Other servers' words.
+    "allowed_token_ids": (),
+    "bad_words_ids": ([],),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "ebnf": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "lora_path": (),
+    "mirostat": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "regex": (),
+    "stop_regex": (),
+    "structural_tag": (),
+    "typical_p": (1, 1.0),
+    "vllm_xargs": ({},),
+    "xtc_probability": (0, 0.0),
+}
+# What other servers call fields that are served.
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
 }
 
 
@@ -360,6 +386,9 @@ def unserved(fields: Mapping[str, Any]) -> None:
         if name in ("tool_choice", "function_call") and not fields.get("tools"):
             raise _bad(f"{name} without tools; leave it out", name)
         raise _bad(f"{name} is not supported by this server", name, "unsupported_parameter")
+    for name, own in _OTHER_NAMES.items():
+        if fields.get(name) is not None:
+            raise _bad(f"{name} is called {own} here", name, "unsupported_parameter")
 
 
 _AT = re.compile(r"^(?P<what>.*?) - at `(?P<where>.*)`$", re.DOTALL)
