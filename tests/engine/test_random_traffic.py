@@ -15,9 +15,12 @@ from mstar.engine.engine import EngineCore
 from mstar.engine.output import FinishReason
 from mstar.engine.request import PreparedRequest
 from mstar.engine.resources.base import Deployment
+from mstar.engine.resources.kv.events import EventBatch
+from mstar.engine.resources.kv.manager import KVManager
 from mstar.engine.resources.sampler.config import SamplingParams
 from mstar.preprocess.items import prompt_keys
 from mstar.preprocess.prompt import request_root
+from mstar.transport.event_order import Batch, IndexMirror
 from tests.engine.toys import PAGE_SIZE, Circus, guiding, keyed, listening
 from tests.laws.harness import Picture, layout, prompt
 
@@ -256,3 +259,32 @@ def test_long_traffic_tells_everybody_what_he_is_told_alone(part: int) -> None:
     assert sum(s.num_encoder_hits for s in stats) > 0
     assert sum(s.num_evictions for s in stats) > 0
     assert sum(traffic.num_aborted for traffic in walks) > 0
+
+
+@pytest.mark.parametrize("num_pages", [40, 12])
+def test_events_of_several_caches_are_told_in_one_order(num_pages: int) -> None:
+    engine = engine_of(num_pages=num_pages, kv_events=True, host_cache_bytes=4000)
+    mirror, root = IndexMirror(), request_root(engine.root, None)
+    caches = [r for r in engine._runner.resources.values() if isinstance(r, KVManager)]
+    assert len(caches) > 1
+    most = 0
+    for number in range(40):
+        act = ("chat", "guide", "speak", "listen")[number % 4]
+        engine.add_request(Wish(act, number % 3, number % 5, 3, None).request(str(number), root))
+        if number in (0, 17):
+            engine.reset_prefix_cache()
+        while engine.has_work:
+            engine.step()
+        if number % 3 == 0:
+            continue
+        mirror.apply(Batch(number, EventBatch(float(number), engine.take_events())))
+        held = {(names.key, "GPU") for own in caches for _, names in own.index.items() if names.key}
+        offloads = [own._offload for own in caches if own._offload is not None]
+        for keys in (tier.keys() for own in offloads for tier in own.tiers.tiers):
+            held |= {(key, "CPU") for key in keys}
+        told = set(mirror.pages)
+        # The cuts of pages, which tiers have too, are told to nobody.
+        assert told <= held
+        assert {key for key, medium in held - told if medium == "GPU"} == set()
+        most = max(most, len(told))
+    assert most > 5

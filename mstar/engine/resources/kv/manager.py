@@ -70,11 +70,18 @@ class KVManager(Resource):
         resource_key: Its key among the model's resources.
         config: Shape of the cache.
         deployment: Page size, number of pages, dtype and device.
+        beside: Another cache of the model, whose events and this one's are told in one order.
     """
 
     in_pieces = "plan"
 
-    def __init__(self, resource_key: str, config: KVConfig, deployment: Deployment) -> None:
+    def __init__(
+        self,
+        resource_key: str,
+        config: KVConfig,
+        deployment: Deployment,
+        beside: "KVManager | None" = None,
+    ) -> None:
         self.resource_key = resource_key
         dtype = getattr(torch, deployment.dtype)
         num_pages = deployment.num_pages
@@ -96,7 +103,10 @@ class KVManager(Resource):
         max_protected = int(num_pages * deployment.retention_share)
         self.pool = PagePool(num_pages, self._forget, max_protected, deployment.clock)
         self.history = PageHistory()
-        self._news = IndexNews(self.page_size, self.index) if deployment.kv_events else None
+        self._news: IndexNews | None = None
+        if deployment.kv_events:
+            known = None if beside is None else beside._news
+            self._news = IndexNews(self.page_size, self.index, known)
         self._offload: Offload | None = None
         self._deployment = deployment
         max_pages = min(-(-deployment.max_model_len // self.page_size), num_pages)
@@ -117,7 +127,8 @@ class KVManager(Resource):
     @classmethod
     def build(cls, spec: KVSpec, deployment: Deployment, resources: Mapping[str, Resource]) -> Self:
         """Return a manager with an empty cache."""
-        return cls(spec.resource_key, spec.config, deployment)
+        caches = (known for known in resources.values() if isinstance(known, KVManager))
+        return cls(spec.resource_key, spec.config, deployment, next(caches, None))
 
     # The engine's life.
 
@@ -145,7 +156,7 @@ class KVManager(Resource):
             self._offload = None
 
     def take_events(self) -> list[Event]:
-        """Return what changed in the index and the tiers since the last call."""
+        """Return what changed in index and tiers, of all caches, since the last call."""
         if self._news is None:
             return []
         if self._offload is not None:
