@@ -142,7 +142,7 @@ def serving(model: str) -> Iterator[OpenAI]:
         NotServed: If it ends before it is ready; what it printed says why.
         SystemExit: If it ends in another way than it should.
     """
-    command = [sys.executable, "-m", "mstar.cli", "serve", model, "--port", "0"]
+    command = [sys.executable, "-m", "mstar", "serve", model, "--port", "0"]
     start = time.perf_counter()
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1

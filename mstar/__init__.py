@@ -9,14 +9,35 @@ if TYPE_CHECKING:
     from mstar.engine.resources.base import Deployment
     from mstar.engine.resources.sampler.config import SamplingParams
     from mstar.library import Completion, Engine
+    from mstar.preprocess.processors.base import (
+        ChatTask,
+        ImageTask,
+        SpeechTask,
+        TranscriptionTask,
+    )
 
-__all__ = ["Completion", "Deployment", "Engine", "SamplingParams", "__version__"]
+__all__ = [
+    "ChatTask",
+    "Completion",
+    "Deployment",
+    "Engine",
+    "ImageTask",
+    "SamplingParams",
+    "SpeechTask",
+    "TranscriptionTask",
+    "__version__",
+]
 
+_TASKS = "mstar.preprocess.processors.base"
 _MODULES = {
+    "ChatTask": _TASKS,
     "Completion": "mstar.library",
     "Deployment": "mstar.engine.resources.base",
     "Engine": "mstar.library",
+    "ImageTask": _TASKS,
     "SamplingParams": "mstar.engine.resources.sampler.config",
+    "SpeechTask": _TASKS,
+    "TranscriptionTask": _TASKS,
 }
 
 

@@ -1,6 +1,7 @@
 """mstar in process: load a model and generate, without a server."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
@@ -27,6 +28,7 @@ from mstar.preprocess.results import (
     sounds_of,
     transcript_of,
 )
+from mstar.turns import Turns
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -191,7 +193,10 @@ class TextStream(Iterator[str]):
 
 
 class Engine:
-    """A loaded model that generates, for one thread.
+    """A loaded model that generates.
+
+    Threads may share it: their requests run together, and each drives the engine in turn. A process
+    that is forked off cannot use it.
 
     ::
 
@@ -216,7 +221,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         dtype: str = "auto",
         load_format: str = "auto",
@@ -224,6 +229,8 @@ class Engine:
         limits: MediaLimits | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        self.model = model = os.fspath(model)
+        """What it was asked for by."""
         deployment = deployment or Deployment()
         self.core = open_engine(
             model, deployment, dtype=dtype, load_format=load_format, progress=progress
@@ -246,6 +253,27 @@ class Engine:
         """Requests whose streams are gone."""
         self._is_closed = False
         self._numbers = itertools.count()
+        self._turns = Turns()
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        numbers = self.core.deployment
+        state = ", closed" if self._is_closed else ""
+        return f"<Engine {self.model!r}: {numbers.dtype} on {numbers.device}{state}>"
+
+    def _turn(self) -> Turns:
+        """Return what keeps other threads out.
+
+        Raises:
+            RuntimeError: If this is another process than the one that the engine was made in.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the engine was made in process {self._pid}, and process {os.getpid()} is a fork "
+                "of it, which has none of its threads; make an engine here, or start processes by "
+                "'spawn'"
+            )
+        return self._turns
 
     def generate(
         self,
@@ -398,17 +426,19 @@ class Engine:
             assert prompt is not None
             request = self._prompt_request(_as_prompt(prompt), params, cache_salt, retain_seconds)
         request = replace(request, task=task)
-        self._start([request])
-        return TextStream(self, request.request_id, self._answers[request.request_id])
+        (answer,) = self._start([request])
+        return TextStream(self, request.request_id, answer)
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters."""
-        self._drop_forgotten()
-        return self.core.stats()
+        with self._turn():
+            self._drop_forgotten()
+            return self.core.stats()
 
     def reset_prefix_cache(self) -> int:
         """Forget everything kept for reuse, in every tier; returns how many pages went."""
-        return self.core.reset_prefix_cache()
+        with self._turn():
+            return self.core.reset_prefix_cache()
 
     def close(self, timeout: float = 30.0) -> None:
         """End what runs and put pages that are kept for reuse on disk, where there is a disk tier.
@@ -418,11 +448,12 @@ class Engine:
         Args:
             timeout: Seconds that the disk may take; what is not written by then is dropped.
         """
-        if not self._is_closed:
-            self._is_closed = True
-            for request_id in list(self._answers):
-                self._drop(request_id)
-            self.core.close(timeout)
+        with self._turn():
+            if not self._is_closed:
+                self._is_closed = True
+                for request_id in list(self._answers):
+                    self._end(request_id)
+                self.core.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -465,8 +496,7 @@ class Engine:
         )
 
     def _complete(self, requests: Sequence[PromptRequest]) -> list[Completion]:
-        self._start(requests)
-        answers = [self._answers[request.request_id] for request in requests]
+        answers = self._start(requests)
         try:
             while not all(answer.is_done for answer in answers):
                 self._step()
@@ -475,22 +505,29 @@ class Engine:
                 self._drop(request.request_id)
         return [answer.completion() for answer in answers]
 
-    def _start(self, requests: Sequence[PromptRequest]) -> None:
-        """Queue all requests, or none if one is wrong."""
+    def _start(self, requests: Sequence[PromptRequest]) -> list[_Answer]:
+        """Queue all requests, or none if one is wrong; returns their answers."""
+        with self._turn():
+            self._check_open()
+            self._drop_forgotten()
+            prepared = [self._preparer.prepare(request) for request in requests]
+            answers = []
+            try:
+                for request, asked in zip(prepared, requests, strict=True):
+                    self.core.add_request(request)
+                    text = self._text_of(asked.task, request.params)
+                    answers.append(_Answer(text, request))
+                    self._answers[request.request_id] = answers[-1]
+                    self._pieces[request.request_id] = []
+            except Exception:
+                for request in prepared:
+                    self._end(request.request_id)
+                raise
+        return answers
+
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the engine is closed; make another one")
-        self._drop_forgotten()
-        prepared = [self._preparer.prepare(request) for request in requests]
-        try:
-            for request, asked in zip(prepared, requests, strict=True):
-                self.core.add_request(request)
-                text = self._text_of(asked.task, request.params)
-                self._answers[request.request_id] = _Answer(text, request)
-                self._pieces[request.request_id] = []
-        except Exception:
-            for request in prepared:
-                self._drop(request.request_id)
-            raise
 
     def _text_of(self, task: object, params: SamplingParams) -> AnswerText | None:
         """Return what follows an answer's text; ``None``: its tokens are no text."""
@@ -501,16 +538,18 @@ class Engine:
         return AnswerText(detokenizer, is_spoken=is_spoken)
 
     def _step(self) -> None:
-        self._drop_forgotten()
-        for output in self.core.step():
-            answer = self._answers.get(output.request_id)
-            if answer is None:
-                continue
-            piece = answer.push(output)
-            if piece.text or piece.emitted:
-                self._pieces[output.request_id].append(piece)
-            if answer.is_cut:
-                self.core.abort(output.request_id)
+        with self._turn():
+            self._check_open()
+            self._drop_forgotten()
+            for output in self.core.step():
+                answer = self._answers.get(output.request_id)
+                if answer is None:
+                    continue
+                piece = answer.push(output)
+                if piece.text or piece.emitted:
+                    self._pieces[output.request_id].append(piece)
+                if answer.is_cut:
+                    self.core.abort(output.request_id)
 
     def _advance(self, request_id: str) -> AnswerPiece | None:
         """Run until there is more of one answer, and return it; ``None`` at the answer's end."""
@@ -521,16 +560,23 @@ class Engine:
             self._step()
         if not pieces:
             return None
-        text = "".join(piece.text for piece in pieces)
-        emitted = tuple(one for piece in pieces for one in piece.emitted)
-        pieces.clear()
+        with self._turn():
+            text = "".join(piece.text for piece in pieces)
+            emitted = tuple(one for piece in pieces for one in piece.emitted)
+            pieces.clear()
         return AnswerPiece(text, emitted)
 
     def _drop_forgotten(self) -> None:
         while self._forgotten:
-            self._drop(self._forgotten.pop())
+            self._end(self._forgotten.pop())
 
     def _drop(self, request_id: str) -> None:
+        """End a request and forget its answer."""
+        with self._turn():
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        """Do the same in a turn."""
         self.core.abort(request_id)
         self._answers.pop(request_id, None)
         self._pieces.pop(request_id, None)

@@ -68,9 +68,18 @@ def test_engine_loads_no_model_and_no_web_library() -> None:
 
 
 def test_exported_names_are_these() -> None:
-    names = ["Completion", "Deployment", "Engine", "SamplingParams", "__version__"]
-    assert mstar.__all__ == names
-    for name in names:
+    assert mstar.__all__ == [
+        "ChatTask",
+        "Completion",
+        "Deployment",
+        "Engine",
+        "ImageTask",
+        "SamplingParams",
+        "SpeechTask",
+        "TranscriptionTask",
+        "__version__",
+    ]
+    for name in mstar.__all__:
         assert getattr(mstar, name) is not None
     with pytest.raises(AttributeError, match="'nothing'"):
         mstar.nothing  # noqa: B018

@@ -154,7 +154,7 @@ def test_a_missing_model_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_serve_gives_no_address_of_a_model_that_is_not_there() -> None:
-    command = [sys.executable, "-m", "mstar.cli", "serve", "./nowhere", "--port", "0"]
+    command = [sys.executable, "-m", "mstar", "serve", "./nowhere", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "is loading ./nowhere" in done.stderr

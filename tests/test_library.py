@@ -1,7 +1,10 @@
 """The engine in process, as careless users call it."""
 
 import io
+import os
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mstar import Engine, SamplingParams
+from mstar import Completion, Engine, SamplingParams
 from mstar.engine.output import ErrorInfo, RequestOutput
 from mstar.engine.resources.base import Deployment
 from mstar.errors import MstarError, RequestError
@@ -26,7 +29,7 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_model(folder)
-    return Engine(str(folder), deployment=Deployment(num_pages=32, max_model_len=128))
+    return Engine(folder, deployment=Deployment(num_pages=32, max_model_len=128))
 
 
 @pytest.fixture
@@ -210,6 +213,67 @@ def test_a_closed_engine_says_so_and_may_be_closed_again(model: Path, tmp_path: 
     for call in (lambda: engine.generate("34", SHORT), lambda: engine.stream("34", SHORT)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
+
+
+def test_threads_share_an_engine_and_each_gets_what_it_gets_alone(engine: Engine) -> None:
+    params = [
+        SamplingParams(max_tokens=3 + 7 * number, seed=number, temperature=5.0, ignore_eos=True)
+        for number in range(6)
+    ]
+    expected = [engine.generate(str(number), own)[0] for number, own in enumerate(params)]
+
+    def streamed(number: int) -> Completion:
+        with engine.stream(str(number), params[number]) as stream:
+            text = "".join(stream)
+        assert text == stream.completion.text
+        return stream.completion
+
+    def whole(number: int) -> Completion:
+        return engine.generate(str(number), params[number])[0]
+
+    steps = engine.stats().num_steps
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            calls = [pool.submit(one, n) for one in (whole, streamed) for n in range(6)]
+            for call, wanted in zip(calls, 2 * expected, strict=True):
+                found = call.result(timeout=60)
+                assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
+    most = max(len(answer.token_ids) for answer in expected)
+    total = 2 * sum(len(answer.token_ids) for answer in expected)
+    assert 3 * most <= engine.stats().num_steps - steps < 3 * total, "nobody shared a step"
+
+
+def test_who_waits_for_an_engine_that_another_thread_closes_is_told(
+    model: Path, tmp_path: Path
+) -> None:
+    engine = tiered(model, tmp_path, num_pages=32)
+    with ThreadPoolExecutor(3) as pool:
+        stream = engine.stream("34", LONG)
+        next(stream)
+        calls = [pool.submit(engine.generate, "34", LONG) for _ in range(3)]
+        engine.close()
+        for call in calls:
+            with pytest.raises(RuntimeError, match="closed"):
+                call.result(timeout=60)
+    assert "closed" in repr(engine)
+
+
+def test_a_fork_is_told_to_make_an_engine_of_its_own(engine: Engine) -> None:
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            engine.generate("3", SHORT)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert f"process {child} is a fork" in told.read()
 
 
 def test_a_reset_forgets_the_disk_too(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ class Array(msgspec.Struct, frozen=True):
     data: bytes
     """Elements in C order."""
 
+    def __repr__(self) -> str:
+        return f"<Array {self.dtype}{list(self.shape)}>"
+
 
 def to_numpy(array: Array) -> npt.NDArray[Any]:
     """Return its elements, read-only."""

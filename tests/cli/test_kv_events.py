@@ -26,7 +26,7 @@ def key(number: int) -> bytes:
 
 @contextmanager
 def tail(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "mstar.cli", "kv-events", "tail", *arguments]
+    command = [sys.executable, "-m", "mstar", "kv-events", "tail", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -54,7 +54,7 @@ class ServerProcess:
     """
 
     def __init__(self, model: Path, *flags: str, folder: Path | None = None) -> None:
-        command = [sys.executable, "-m", "mstar.cli", "serve", str(model), "--port", "0"]
+        command = [sys.executable, "-m", "mstar", "serve", str(model), "--port", "0"]
         self.process = subprocess.Popen(
             [*command, "--served-model-name", "tiny", *flags],
             stderr=subprocess.PIPE,

@@ -261,7 +261,7 @@ def test_a_killed_worker_is_replaced_and_its_job_done_by_the_next(guarded: Serve
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mstar.cli", "serve", *arguments],
+        [sys.executable, "-m", "mstar", "serve", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

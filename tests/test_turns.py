@@ -1,0 +1,51 @@
+"""Threads get their turns in the order in which they asked."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from mstar.turns import Turns
+
+
+def test_a_thread_that_asks_again_waits_behind_the_others() -> None:
+    turns, order, together = Turns(), [], threading.Barrier(3)
+    inside = Counter[str]()
+
+    def work(name: str) -> None:
+        together.wait()
+        for _ in range(50):
+            with turns:
+                inside["now"] += 1
+                assert inside["now"] == 1
+                order.append(name)
+                time.sleep(0.001)
+                inside["now"] -= 1
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(order) == 150
+    # All wait while one is inside, so that each comes once in three turns; the ends are ragged.
+    assert all(len(set(order[i : i + 3])) == 3 for i in range(10, 130))
+
+
+def test_an_error_and_an_interrupt_leave_the_others_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = Turns()
+    with pytest.raises(ValueError, match="x"), turns:
+        raise ValueError("x")
+    with turns, monkeypatch.context() as patch:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(turns._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), turns:
+            pass
+    with turns:
+        pass
