@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstar.version import __version__
@@ -117,7 +118,17 @@ def _model_rows() -> list[tuple[str, str]]:
     for name, module in COMPOSITES.items():
         parts = importlib.import_module(module).PARTS
         rows.append((f"model {name}", f"made of {', '.join(parts)}"))
-    return [*rows, ("models by id", HF_HUB_CACHE), ("mstar's cache", str(default_cache_dir()))]
+    return [
+        *rows,
+        ("models by id", HF_HUB_CACHE),
+        ("mstar's cache", _cache_state(default_cache_dir())),
+    ]
+
+
+def _cache_state(folder: Path) -> str:
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return f"{folder}{'' if is_writable else ', which cannot be written: set MSTAR_CACHE'}"
 
 
 def _where(name: str, builtin: "Builtin") -> str:

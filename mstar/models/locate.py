@@ -1,15 +1,18 @@
 """Where a model's files are: from a name as users write it to a path; loads no torch."""
 
+import difflib
 import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
 
-from mstar.errors import ModelNotFoundError, WeightsError
+from mstar.errors import ModelNotFoundError, StorageError, WeightsError
 from mstar.models.files import atomic_write, default_cache_dir, file_sha256
 
 _LOG = logging.getLogger(__name__)
@@ -104,6 +107,7 @@ def resolve(
     Raises:
         ModelNotFoundError: If nothing goes by this name; says what was tried.
         WeightsError: If a built-in model's packages are damaged.
+        StorageError: If they are to be joined and the cache folder cannot be written.
     """
     # Unlike the method of Path, this takes the name of an unknown user as it is.
     path = Path(os.path.expanduser(name))
@@ -116,7 +120,12 @@ def resolve(
         if lowered == known or lowered in builtin.aliases:
             return _resolve_builtin(known, builtin, cache_dir or default_cache_dir())
     tried = [f"no folder or file {name!r}", f"no built-in model of this name ({_list_builtins()})"]
-    if _HUB_ID.fullmatch(name):
+    nearest = difflib.get_close_matches(lowered, (*BUILTINS, *COMPOSITES), 1, 0.7)
+    if nearest and "/" not in name:
+        tried[1] += f"; did you mean {nearest[0]}?"
+    elif lowered.endswith(".gguf"):
+        pass  # A file's name, for which there is nobody to ask.
+    elif _HUB_ID.fullmatch(name):
         try:
             return _inside((download or _download)(name))
         except (OSError, ValueError, RuntimeError) as error:
@@ -148,9 +157,26 @@ def _resolve_builtin(name: str, builtin: Builtin, cache_dir: Path) -> Path:
         target = file.parent / source.name
         content = source.read_bytes()
         if not target.exists() or target.read_bytes() != content:
-            with atomic_write(target) as out:
+            with _cached(target) as out:
                 out.write(content)
     return file.parent
+
+
+@contextmanager
+def _cached(target: Path) -> Iterator[BinaryIO]:
+    """Write a file of the cache folder.
+
+    Raises:
+        StorageError: If it cannot be written.
+    """
+    try:
+        with atomic_write(target) as out:
+            yield out
+    except OSError as error:
+        raise StorageError(
+            f"the packages of a built-in model are joined into {target}, which cannot be written "
+            f"({error.strerror or error}); set MSTAR_CACHE to a folder that can"
+        ) from error
 
 
 def _builtin_file(name: str, builtin: Builtin, cache_dir: Path) -> Path:
@@ -167,7 +193,7 @@ def _builtin_file(name: str, builtin: Builtin, cache_dir: Path) -> Path:
         return target
     _LOG.info("joining the %d parts of %s into %s", len(parts), name, target)
     digest = hashlib.sha256()
-    with atomic_write(target) as out:
+    with _cached(target) as out:
         for part in parts:
             with part.open("rb") as file:
                 while block := file.read(1 << 20):

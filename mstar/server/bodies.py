@@ -66,5 +66,5 @@ def _check_type(request: Request, is_form: bool) -> None:
     given = request.headers.get("content-type", "" if is_form else wanted)
     kind = given.partition(";")[0].strip().lower()
     if kind != wanted and (is_form or not kind.endswith("+json")):
-        message = f"content type {clip(kind, 60)!r} is not served; send {wanted}"
+        message = f"content type {clip(kind, 60)!r} is not served; send content-type: {wanted}"
         raise ApiError(415, message)

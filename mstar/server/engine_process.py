@@ -257,8 +257,9 @@ def main() -> None:
             channel.send(LoadProgress(stage=stage, fraction=fraction))
 
     try:
-        engine = load_engine(options, progress)
+        # An address that is taken is told before weights are read, which takes its time.
         publisher = open_publisher(options)
+        engine = load_engine(options, progress)
     except MstarError as error:
         _fail(channel, LoadFailed(error=str(error), is_users_error=True))
     except (MemoryError, OSError, RuntimeError) as error:

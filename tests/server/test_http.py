@@ -348,6 +348,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [5]}, "allowed_token_ids"),
     ({"stop_regex": "a"}, "stop_regex"),
     ({"max_new_tokens": 3}, "max_new_tokens"),
+    ({"max_token": 3}, "max_token"),
+    ({"Temperature": 3}, "Temperature"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),

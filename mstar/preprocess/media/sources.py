@@ -31,7 +31,9 @@ def decode_base64(text: str, where: str) -> bytes:
     except binascii.Error as error:
         reason = str(error)
     raise RequestError(
-        f"{where} is not valid base64: {reason:.100}", param=where, code="invalid_base64"
+        f"{where} is not valid base64: {reason:.100}; give a file's content, not its name",
+        param=where,
+        code="invalid_base64",
     )
 
 
