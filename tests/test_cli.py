@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -219,6 +220,21 @@ def test_generate_prints_the_answer(model: str, capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     assert captured.out == EMOJI_TEXT + "\n"
     assert "1 tokens in" in captured.err
+
+
+def test_generate_prints_as_it_goes_and_keeps_what_is_there_when_interrupted(model: str) -> None:
+    command = [sys.executable, "-m", "mstar", "generate", model, "-p", "3", "--ignore-eos"]
+    command += ["--temperature", "0", "--num-pages", "64", "-n", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        begin = run.stdout.read(40)
+        run.send_signal(signal.SIGINT)
+        rest, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    text = (begin + rest).decode()
+    assert text.startswith("4567890123")
+    assert text.endswith("\n")
+    assert len(text) < 1000
 
 
 def test_the_seed_decides_what_prompts_without_one_are_answered(

@@ -41,7 +41,7 @@ from mstar.version import __version__
 
 if TYPE_CHECKING:
     from mstar.engine.resources.sampler.config import SamplingParams
-    from mstar.library import Completion, Engine
+    from mstar.library import Completion, Engine, TextStream
     from mstar.server.config import EngineOptions
 
 # Exit status of a user's mistake, as argparse has it.
@@ -217,19 +217,34 @@ def _generate(arguments: argparse.Namespace) -> int:
     _check_prompts(prompts, params, arguments)
     with _load(arguments) as engine:
         started = time.monotonic()
-        if arguments.chat:
+        if len(prompts) == 1:
+            prompt, messages = prompts[0], None
+            if arguments.chat:
+                prompt, messages = None, _as_chat(prompts[0])
+            answers = [_print_stream(engine.stream(prompt, params, messages=messages))]
+        elif arguments.chat:
             answers = [engine.chat(_as_chat(prompt), params) for prompt in prompts]
         else:
             answers = engine.generate(prompts, params)
-        _print_answers(prompts, answers, time.monotonic() - started)
+        if len(prompts) > 1:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                print(f"--- {prompt}", answer.text, sep="\n")
+        _print_counts(answers, time.monotonic() - started)
     return 0
 
 
-def _print_answers(prompts: Sequence[str], answers: "Sequence[Completion]", seconds: float) -> None:
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if len(answers) > 1:
-            print(f"--- {prompt}")
-        print(answer.text)
+def _print_stream(stream: "TextStream") -> "Completion":
+    with stream:
+        try:
+            for text in stream:
+                print(text, end="", flush=True)
+        finally:
+            # What is there stays, also where the user has had enough.
+            print()
+        return stream.completion
+
+
+def _print_counts(answers: "Sequence[Completion]", seconds: float) -> None:
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     num_prompt = sum(answer.num_prompt_tokens for answer in answers)
     num_cached = sum(answer.num_cached_tokens for answer in answers)

@@ -204,7 +204,7 @@ class Drafter:
             return Draft(parts=[self._encode(text, False, "messages")])
         processor = self._processor
         assert isinstance(processor, Processor)
-        expanded = self._expander.expand(conversation.media)
+        expanded = self._expander.expand(conversation.media, request.cache_salt)
         return Draft(
             parts=weave(
                 text,

@@ -26,6 +26,8 @@ Part = str | list[int] | PromptItem
 class Expander:
     """Turns media into ids and items; what it has seen lately it does not decode again.
 
+    Nobody is served faster by what another tenant has sent, who would see it by the time.
+
     Args:
         processor: The model's.
         limits: What media may cost.
@@ -42,10 +44,17 @@ class Expander:
         self._limits = limits
         self._capacity = memory_nbytes
         self._nbytes = 0
-        self._known: OrderedDict[bytes, Sequence[Part]] = OrderedDict()
+        self._known: OrderedDict[tuple[str | None, bytes], Sequence[Part]] = OrderedDict()
+        """By salt and name."""
 
-    def expand(self, sources: Sequence[Source]) -> list[Sequence[Part]]:
+    def expand(
+        self, sources: Sequence[Source], cache_salt: str | None = None
+    ) -> list[Sequence[Part]]:
         """Return what stands for each of one request's media, in their order.
+
+        Args:
+            sources: The media.
+            cache_salt: The request's.
 
         Raises:
             RequestError: If there are too many, one cannot be decoded or is too large, or the
@@ -60,19 +69,20 @@ class Expander:
                 code="too_many_items",
             )
         budget = Budget(self._limits)
-        return [self._one(source, budget) for source in sources]
+        return [self._one(source, cache_salt, budget) for source in sources]
 
-    def _one(self, source: Source, budget: "Budget") -> Sequence[Part]:
-        known = self._known.get(source.name)
+    def _one(self, source: Source, cache_salt: str | None, budget: "Budget") -> Sequence[Part]:
+        name = (cache_salt, source.name)
+        known = self._known.get(name)
         if known is not None:
-            self._known.move_to_end(source.name)
+            self._known.move_to_end(name)
             return known
         media = decoded(source, getattr(self._processor, "rate", DEFAULT_RATE), budget)
         parts = named(source, lambda: self._processor.expand(media))
-        self._remember(source.name, parts)
+        self._remember(name, parts)
         return parts
 
-    def _remember(self, name: bytes, parts: Sequence[Part]) -> None:
+    def _remember(self, name: tuple[str | None, bytes], parts: Sequence[Part]) -> None:
         nbytes = _nbytes(parts)
         if nbytes > self._capacity:
             return

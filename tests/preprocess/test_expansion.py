@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,16 @@ def test_what_was_seen_lately_is_not_decoded_again(tokenizer: TextTokenizer) -> 
     assert len(processor.seen) == 2
     assert first.inputs[0] == again.inputs[0]
     assert first.token_ids != again.token_ids
+
+
+def test_what_another_tenant_sent_is_decoded_all_the_same(tokenizer: TextTokenizer) -> None:
+    """Else it shows by the time that somebody else has sent it."""
+    processor = Plain()
+    maker = preparer(tokenizer, processor)
+    for number, salt in enumerate(("victim", "spy", None), 1):
+        for text in "ab":
+            maker.prepare(replace(asked(text, image(3)), cache_salt=salt))
+            assert len(processor.seen) == number
 
 
 def test_memory_of_seen_media_is_bounded() -> None:
