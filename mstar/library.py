@@ -162,8 +162,11 @@ class TextStream(Iterator[str]):
         """Yield the rest of the answer with what it has beside text, as it comes."""
         while (piece := self._engine._advance(self._request_id)) is not None:
             yield piece
+        was_open = not self._is_closed
         self.close()
         self._answer.raise_error()
+        if was_open and not self._answer.is_done:
+            raise RuntimeError("the engine was closed in the middle of this answer")
 
     @property
     def completion(self) -> Completion:
@@ -252,6 +255,8 @@ class Engine:
         self._forgotten: list[str] = []
         """Requests whose streams are gone."""
         self._is_closed = False
+        self._late_close: float | None = None
+        """Timeout of a ``close`` that came in the middle of a step."""
         self._numbers = itertools.count()
         self._turns = Turns()
         self._pid = os.getpid()
@@ -265,13 +270,19 @@ class Engine:
         """Return what keeps other threads out.
 
         Raises:
-            RuntimeError: If this is another process than the one that the engine was made in.
+            RuntimeError: If this is another process than the one that the engine was made in, or
+                the engine is at work in this thread.
         """
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the engine was made in process {self._pid}, and process {os.getpid()} is a fork "
                 "of it, which has none of its threads; make an engine here, or start processes by "
                 "'spawn'"
+            )
+        if self._turns.is_mine:
+            raise RuntimeError(
+                "the engine is at work in this thread, and was called out of what interrupted it, "
+                "as a signal's handler: have that raise an exception, and call where it is caught"
             )
         return self._turns
 
@@ -448,6 +459,10 @@ class Engine:
         Args:
             timeout: Seconds that the disk may take; what is not written by then is dropped.
         """
+        if self._turns.is_mine:
+            # A signal's handler says so; the step that it interrupted comes to its end first.
+            self._late_close = timeout
+            return
         with self._turn():
             if not self._is_closed:
                 self._is_closed = True
@@ -550,6 +565,8 @@ class Engine:
                     self._pieces[output.request_id].append(piece)
                 if answer.is_cut:
                     self.core.abort(output.request_id)
+        if self._late_close is not None:
+            self.close(self._late_close)
 
     def _advance(self, request_id: str) -> AnswerPiece | None:
         """Run until there is more of one answer, and return it; ``None`` at the answer's end."""

@@ -14,8 +14,15 @@ class Turns:
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
         """The thread that has its turn, and those that wait for theirs."""
+        self._owner: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has its turn, in which something has interrupted it."""
+        return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
+        assert not self.is_mine, "a thread that has its turn would wait for itself"
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
@@ -26,8 +33,10 @@ class Turns:
                 self._queue.remove(ticket)
                 self._changed.notify_all()
                 raise
+        self._owner = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
+        self._owner = None
         with self._changed:
             self._queue.popleft()
             self._changed.notify_all()

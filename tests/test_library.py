@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -256,6 +257,41 @@ def test_who_waits_for_an_engine_that_another_thread_closes_is_told(
             with pytest.raises(RuntimeError, match="closed"):
                 call.result(timeout=60)
     assert "closed" in repr(engine)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_signal_that_closes_an_engine_at_work_ends_the_call(
+    is_streamed: bool, model: Path, tmp_path: Path
+) -> None:
+    engine = tiered(model, tmp_path, num_pages=32)
+    step, refused = engine.core.step, []
+
+    def interrupted() -> list[RequestOutput]:
+        outputs = step()
+        if engine.core.stats().num_steps == 5:
+            signal.raise_signal(signal.SIGUSR1)
+        return outputs
+
+    def handle(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="at work in this thread") as caught:
+            engine.generate("3", SHORT)
+        refused.append(caught.value)
+        engine.close()
+
+    engine.core.step = interrupted  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        call = (
+            (lambda: list(engine.stream("34", LONG)))
+            if is_streamed
+            else (lambda: engine.generate("34", LONG))
+        )
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert refused
+    assert engine.core.stats().num_running == 0
 
 
 def test_a_fork_is_told_to_make_an_engine_of_its_own(engine: Engine) -> None:

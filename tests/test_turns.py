@@ -37,13 +37,16 @@ def test_an_error_and_an_interrupt_leave_the_others_their_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns = Turns()
+    with turns:
+        assert turns.is_mine
     with pytest.raises(ValueError, match="x"), turns:
         raise ValueError("x")
-    with turns, monkeypatch.context() as patch:
+    assert not turns.is_mine
 
-        def interrupted(*_: object) -> None:
-            raise KeyboardInterrupt
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch:
         patch.setattr(turns._changed, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt), turns:
             pass

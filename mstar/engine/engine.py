@@ -207,9 +207,17 @@ class EngineCore:
         By the key of each resource that can say so; the KV cache gives a ``ReuseReport``.
 
         Raises:
-            RequestError: As ``add_request`` does.
+            RequestError: As ``add_request`` does, or if the prompt is not known before something
+                else has run.
         """
-        return self._runner.explain(self._request(prepared))
+        request = self._request(prepared)
+        if request.component.is_silent:
+            raise RequestError(
+                "the prompt is known once the recordings in it were heard: ask by the id of the "
+                "answer, once there is one",
+                param="messages",
+            )
+        return self._runner.explain(request)
 
     def explain_request(self, request_id: str) -> dict[str, Any] | None:
         """Return the same of a request that started lately, as it was found then.

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from mstar.engine.output import EngineStats, FinishReason, RequestOutput
 from mstar.engine.resources.kv.explain import ReuseReport
 from mstar.server.child import Launcher
@@ -33,7 +35,8 @@ from mstar.transport.messages import (
 
 logger = logging.getLogger(__name__)
 
-_STATUS_OF_CODE = {"kv_capacity_exceeded": 400}
+_OWN_FAULTS = ("internal_error", "invalid_logits")
+"""Codes of failures that are not the request's."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +390,7 @@ class Bridge:
         if output.finish_reason is not None:
             self._finish(lane, output.request_id, output.finish_reason, now)
         if output.error is not None:
-            flight.fail(_failure(output))
+            flight.fail(_failure(output, flight.options.route))
         else:
             flight.push(lane.index, output)
 
@@ -448,10 +451,13 @@ class Bridge:
             self.fatal.set_result((reason, is_users_error))
 
 
-def _failure(output: RequestOutput) -> ApiError:
+def _failure(output: RequestOutput, route: Route) -> ApiError:
     assert output.error is not None
     if output.error.code == "internal_error":
         # Its message may name paths; it is in the engine's log under the same id.
         message = f"request {output.request_id} failed inside the engine; the server's log says why"
         return ApiError(500, message, code="internal_error")
-    return ApiError.of(_STATUS_OF_CODE.get(output.error.code, 500), output.error)
+    error = output.error
+    if route == "chat" and error.param == "prompt":
+        error = msgspec.structs.replace(error, param="messages")
+    return ApiError.of(500 if error.code in _OWN_FAULTS else 400, error)

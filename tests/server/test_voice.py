@@ -17,7 +17,7 @@ from mstar import Engine, SamplingParams
 from mstar.catalog import load_prompting
 from mstar.cli import main
 from mstar.errors import ModelNotFoundError, UnsupportedError
-from tests.server.processes import ServerProcess
+from tests.server.processes import ServerProcess, call, error_of
 
 for package in ("soundfile", "soxr", "onnxruntime", "piper"):
     pytest.importorskip(package)
@@ -123,6 +123,23 @@ def test_places_of_a_recording_are_counted_in_process_as_over_http(
         answer = engine.chat(recording(question), SamplingParams(max_tokens=8, temperature=0.0))
     assert answer.num_prompt_tokens == usage.prompt_tokens
     assert answer.num_item_tokens == {"audio": NUM_WINDOW}
+
+
+def test_a_text_too_long_beside_a_recording_is_the_requests_fault(
+    client: OpenAI, question: bytes
+) -> None:
+    messages = recording(question)
+    messages[0]["content"].insert(0, {"type": "text", "text": "word " * 9000})
+    with pytest.raises(BadRequestError) as caught:
+        ask(client, messages)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_what_is_not_heard_yet_cannot_be_explained(server: ServerProcess, question: bytes) -> None:
+    body = {"model": "voice", "messages": recording(question)}
+    status, error = error_of(call(server, "POST", "/v1/cache/explain", body))
+    assert (status, error["param"]) == (400, "messages")
+    assert "were heard" in error["message"]
 
 
 def test_a_whole_answer_has_the_sound_of_its_text(client: OpenAI, question: bytes) -> None:
