@@ -3,9 +3,11 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import index
-from typing import Any, Self, SupportsIndex, TypeGuard
+from typing import Any, Self, SupportsIndex, TypeGuard, TypeVar
+
+import msgspec
 
 from mstar.catalog import load_prompting, locate, open_engine
 from mstar.engine.output import Emitted, EngineStats, FinishReason, RequestOutput, TokenLogprobs
@@ -32,6 +34,9 @@ from mstar.turns import Turns
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+
+
+TaskT = TypeVar("TaskT", ChatTask, TranscriptionTask, SpeechTask, ImageTask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +348,7 @@ class Engine:
             retain_seconds: As for ``generate``.
         """
         request = self._chat_request(messages, params, cache_salt, retain_seconds)
-        return self._complete([replace(request, task=task)])[0]
+        return self._complete([replace(request, task=_as_task(task, ChatTask))])[0]
 
     def transcribe(
         self,
@@ -367,7 +372,7 @@ class Engine:
             request_id=self._next_id(),
             params=SamplingParams(temperature=0.0) if params is None else _as_params(params),
             audio=sound_source(audio, rate, "audio"),
-            task=task or TranscriptionTask(),
+            task=_as_task(task or TranscriptionTask(), TranscriptionTask),
             cache_salt=cache_salt,
         )
         return transcript_of(self._complete([request])[0].emitted)
@@ -383,7 +388,7 @@ class Engine:
             request_id=self._next_id(),
             params=SamplingParams(),
             text=text,
-            task=task or SpeechTask(),
+            task=_as_task(task or SpeechTask(), SpeechTask),
         )
         sound = self._complete([request])[0].sound
         if sound is None:
@@ -410,7 +415,7 @@ class Engine:
             request_id=self._next_id(),
             params=_as_params(params),
             text=prompt,
-            task=task or ImageTask(),
+            task=_as_task(task or ImageTask(), ImageTask),
             cache_salt=cache_salt,
         )
         return pictures_of(self._complete([request])[0].emitted)[0]
@@ -436,7 +441,7 @@ class Engine:
         else:
             assert prompt is not None
             request = self._prompt_request(_as_prompt(prompt), params, cache_salt, retain_seconds)
-        request = replace(request, task=task)
+        request = replace(request, task=_as_task(task, ChatTask))
         (answer,) = self._start([request])
         return TextStream(self, request.request_id, answer)
 
@@ -646,3 +651,19 @@ def _as_params(params: SamplingParams | None) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params is {params!r:.60}; it must be SamplingParams", param="params")
     return params
+
+
+def _as_task(task: TaskT | None, kind: type[TaskT]) -> TaskT | None:
+    """Return a task with all its fields of the right type; ``None`` stays.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    if task is None:
+        return None
+    if not isinstance(task, kind):
+        raise RequestError(f"task is {task!r:.60}; it must be {kind.__name__}", param="task")
+    try:
+        return msgspec.convert({own.name: getattr(task, own.name) for own in fields(task)}, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{kind.__name__} has a wrong field: {error}", param="task") from None

@@ -4,7 +4,7 @@ import io
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mstar.preprocess.processors.base import ChatTask, ImageTask, TranscriptionT
 from tests.models import janus_folder
 from tests.server.processes import write_tiny_model
 
+CHAT = [{"role": "user", "content": "3"}]
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
@@ -407,6 +408,28 @@ def test_what_a_model_cannot_do_is_said_before_anything_runs(engine: Engine) -> 
     with pytest.raises(RequestError, match="answers with text only"):
         engine.chat(messages, task=ChatTask(modalities=frozenset({"text", "audio"})))
     assert engine.chat(messages, SHORT, task=ChatTask()).sound is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.chat(CHAT, task="x"), "task is 'x'; it must be ChatTask"),
+        (lambda e: e.chat(CHAT, task=ImageTask()), "it must be ChatTask"),
+        (lambda e: e.stream(messages=CHAT, task="y"), "it must be ChatTask"),
+        (lambda e: e.transcribe(b"", task="de"), "it must be TranscriptionTask"),
+        (lambda e: e.speak("a", "x"), "it must be SpeechTask"),
+        (lambda e: e.draw("a", task="8x8"), "it must be ImageTask"),
+        (lambda e: e.draw("a", task=ImageTask(size=3)), r"Expected `array.*size"),  # type: ignore[arg-type]
+        (lambda e: e.chat(CHAT, task=ChatTask(modalities="text")), r"modalities"),  # type: ignore[arg-type]
+        (lambda e: e.transcribe(b"", task=TranscriptionTask(timestamps=None)), "timestamps"),  # type: ignore[arg-type]
+        (lambda e: e.transcribe(b"", task=TranscriptionTask(language=3)), "language"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_task_of_a_wrong_type_is_named(
+    engine: Engine, call: Callable[[Any], object], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        call(engine)
 
 
 def test_samples_need_their_rate(engine: Engine) -> None:
