@@ -30,12 +30,18 @@ logger = logging.getLogger(__name__)
 # has to be sent again when it dies.
 _MAX_JOBS_PER_WORKER = 2
 _MAX_ATTEMPTS = 2
+_MANY_NBYTES = 1 << 16
+"""A body of more takes its time, whatever is in it."""
+_MEDIA_WORDS = (b"audio", b"image", b"video", rb"\u006", rb"\u007")
+"""Chats with media have one of them, or letters spelled by numbers; few others do."""
 
 
 @dataclass(eq=False)
 class _Job:
     message: Prepare
     answer: "asyncio.Future[Prepared]"
+    is_long: bool
+    """It may take seconds: there are media in it, or much text."""
     num_deaths: int = 0
     """Workers that died with this job in hand."""
 
@@ -43,6 +49,8 @@ class _Job:
 @dataclass(eq=False)
 class _Worker:
     child: "Child[FromWorker]"
+    is_quick: bool
+    """It takes no long jobs."""
     jobs: deque[_Job] = field(default_factory=deque)
     """Sent and not answered; the worker takes them in this order."""
     timer: asyncio.TimerHandle | None = None
@@ -53,6 +61,9 @@ class _Worker:
 
 class WorkerPool:
     """A fixed number of workers.
+
+    Where a model takes media, there is one more, for what has none: a recording of an hour takes
+    seconds to prepare, in which a short text waits for nobody.
 
     Args:
         settings: What each worker is started with.
@@ -91,6 +102,7 @@ class WorkerPool:
         self._job_ids = itertools.count()
         self._timers: set[asyncio.TimerHandle] = set()
         self._was_ready = False
+        self._has_quick = False
         self._failure: LoadFailed | None = None
 
     def start(self) -> None:
@@ -130,7 +142,7 @@ class WorkerPool:
             body=body,
             content_type=content_type,
         )
-        job = _Job(message, asyncio.get_running_loop().create_future())
+        job = _Job(message, asyncio.get_running_loop().create_future(), _is_long(message))
         self._queue.append(job)
         self._dispatch()
         try:
@@ -149,7 +161,7 @@ class WorkerPool:
             _stop_timer(worker)
         await asyncio.gather(*(worker.child.stop(grace) for worker in workers))
 
-    def _spawn(self) -> None:
+    def _spawn(self, is_quick: bool = False) -> None:
         worker: _Worker
         try:
             child: Child[FromWorker] = self._launcher.start(
@@ -162,9 +174,9 @@ class WorkerPool:
         except OSError as error:
             # The machine has no processes or no memory to give, which may pass.
             logger.error("a preprocess worker cannot be started: %s", error)
-            self._replace()
+            self._replace(is_quick)
             return
-        worker = _Worker(child)
+        worker = _Worker(child, is_quick)
         self._workers.append(worker)
 
     def _receive(self, worker: _Worker, message: FromWorker) -> None:
@@ -174,6 +186,9 @@ class WorkerPool:
                 self._was_ready = True
                 self.abilities = message.abilities
                 self._backoff.born()
+                if not self._has_quick and message.abilities.input_modalities != ("text",):
+                    self._has_quick = True
+                    self._spawn(is_quick=True)
                 self._configure(worker)
             case LoadFailed():
                 self._failure = message
@@ -194,22 +209,30 @@ class WorkerPool:
             self._on_change()
 
     def _dispatch(self) -> None:
-        while self._queue:
-            ready = [w for w in self._workers if w.is_configured]
-            worker = min(ready, key=lambda w: len(w.jobs), default=None)
-            if worker is None or len(worker.jobs) >= _MAX_JOBS_PER_WORKER:
-                return
-            job = self._queue.popleft()
+        for job in list(self._queue):
             if job.answer.done():
+                self._queue.remove(job)
+                continue
+            worker = self._worker_for(job)
+            if worker is None:
                 continue
             if not worker.child.try_send(job.message):
                 # It has just died; `_bury` follows and dispatches again.
-                self._queue.appendleft(job)
                 worker.is_configured = False
                 return
+            self._queue.remove(job)
             worker.jobs.append(job)
             if len(worker.jobs) == 1:
                 self._start_timer(worker)
+
+    def _worker_for(self, job: _Job) -> _Worker | None:
+        """Return a worker that has room, and keeps the job waiting for no longer one."""
+        ready = [w for w in self._workers if w.is_configured and len(w.jobs) < _MAX_JOBS_PER_WORKER]
+        if job.is_long:
+            ready = [w for w in ready if not w.is_quick]
+        elif self._has_quick:
+            ready = [w for w in ready if not any(own.is_long for own in w.jobs)]
+        return min(ready, key=lambda w: len(w.jobs), default=None)
 
     def _start_timer(self, worker: _Worker) -> None:
         """Give the worker its time for the job that it has in hand now, if it has one."""
@@ -237,9 +260,9 @@ class WorkerPool:
                 self._queue.appendleft(job)
         if self._failure is None:
             logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
-        self._replace()
+        self._replace(worker.is_quick)
 
-    def _replace(self) -> None:
+    def _replace(self, is_quick: bool) -> None:
         """Start a worker in place of one that is gone, after a while."""
         delay = self._backoff.next_delay()
         failure, self._failure = self._failure, None
@@ -252,7 +275,7 @@ class WorkerPool:
 
         def again() -> None:
             self._timers.discard(timer)
-            self._spawn()
+            self._spawn(is_quick)
 
         timer = asyncio.get_running_loop().call_later(delay, again)
         self._timers.add(timer)
@@ -270,3 +293,10 @@ def _stop_timer(worker: _Worker) -> None:
     if worker.timer is not None:
         worker.timer.cancel()
         worker.timer = None
+
+
+def _is_long(message: Prepare) -> bool:
+    """Tell whether a body may take seconds to prepare; this reads none of it."""
+    if len(message.body) > _MANY_NBYTES or message.route in ("transcription", "translation"):
+        return True
+    return message.route != "completion" and any(word in message.body for word in _MEDIA_WORDS)

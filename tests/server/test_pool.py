@@ -15,6 +15,7 @@ from mstar.server.failures import ApiError
 from mstar.server.pool import WorkerPool
 from mstar.server.worker import WorkerSettings
 from mstar.transport.messages import (
+    Abilities,
     AnswerOptions,
     LoadFailed,
     Prepare,
@@ -178,6 +179,47 @@ async def test_a_worker_that_the_system_does_not_start_is_started_later() -> Non
     await turn()
     second.say(prepared(*jobs(second)))
     assert (await asked).request_ids == ["a"]
+    await setup.stop()
+
+
+HEARING = Abilities(input_modalities=("text", "audio"))
+
+
+async def test_a_text_waits_for_no_recording() -> None:
+    setup = Pool(1)
+    (slow,) = setup.alive
+    slow.say(WorkerReady(abilities=HEARING))
+    slow, quick = setup.alive
+    quick.say(WorkerReady(abilities=HEARING))
+    recordings = [
+        asyncio.create_task(setup.pool.prepare(f"r{n}", "transcription", b"")) for n in range(4)
+    ]
+    bodies = (b"hello", b'{"x": "input_audio"}', rb"\u0069nput_audio", bytes(1 << 17))
+    chats = [
+        asyncio.create_task(setup.pool.prepare(f"c{n}", "chat", body))
+        for n, body in enumerate(bodies)
+    ]
+    await turn()
+    assert [job.request_id for job in jobs(slow)] == ["r0", "r1"]
+    assert [job.request_id for job in jobs(quick)] == ["c0"]
+    quick.say(prepared(*jobs(quick)))
+    assert (await chats[0]).request_ids == ["c0"]
+    await turn()
+    assert len(jobs(quick)) == 1
+    # It is replaced by one of its kind.
+    quick.die()
+    async with asyncio.timeout(5):
+        while len(setup.alive) < 2:
+            await asyncio.sleep(0.01)
+    quick = setup.alive[-1]
+    quick.say(WorkerReady(abilities=HEARING))
+    await turn()
+    assert jobs(quick) == []
+    for number in range(7):
+        slow.say(prepared(jobs(slow)[number]))
+    asked = [f"r{n}" for n in range(4)] + [f"c{n}" for n in range(1, 4)]
+    assert [job.request_id for job in jobs(slow)] == asked
+    assert [(await task).request_ids[0] for task in (*recordings, *chats[1:])] == asked
     await setup.stop()
 
 
