@@ -3,7 +3,6 @@
 A request's first leg may only ask which language is spoken; every window is a leg of its own.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -375,15 +374,15 @@ class WhisperModel(Model):
             "temperature": request.params.temperature,
             **self.facts.told(request, self._text(request.generated())),
         }
-        # Without timestamps a window is one stretch, which lasts as long as there is sound.
-        end = math.inf if options.timestamps else options.stop_frame * SECONDS_PER_FRAME
+        # The model may hear something end behind the recording, in what fills its window up.
+        end = options.stop_frame * SECONDS_PER_FRAME
         return [
             Emitted(
                 name=TRANSCRIPT,
                 text=self._text(own.tokens),
                 info={
                     # Frames are hundredths of a second, which sums of floats miss by a hair.
-                    "start": round(own.start, 2),
+                    "start": round(min(own.start, end), 2),
                     "end": round(min(own.end, end), 2),
                     "tokens": own.tokens,
                     "language": language,
