@@ -21,7 +21,7 @@ from mstar.preprocess.media.content import sound_source
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Pixels, Samples
 from mstar.preprocess.processors.base import ChatTask, ImageTask, SpeechTask, TranscriptionTask
-from mstar.preprocess.prompt import PromptPreparer, PromptRequest, item_tokens
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest, context_tokens, item_tokens
 from mstar.preprocess.results import (
     Sound,
     Transcript,
@@ -88,7 +88,7 @@ class _Answer:
     ) -> None:
         self._text = text
         self._num_item_tokens = item_tokens(request)
-        self._num_context_tokens = sum(item.length for item in request.context)
+        self._num_context_tokens = context_tokens(request)
         self._emitted: list[Emitted] = []
         self._pieces: list[str] = []
         self._token_ids: list[int] = []

@@ -70,7 +70,12 @@ class AssistantProcessor:
         if not heard:
             return Draft(parts=[chat_ids(self._tokenizer, options, ())], options=told)
         first = heard[0]
-        return Draft(parts=first.parts, context=first.context, options={**first.options, **told})
+        return Draft(
+            parts=first.parts,
+            context=first.context,
+            num_context_slots=sum(draft.num_context_slots for draft in heard),
+            options={**first.options, **told},
+        )
 
     def transcription(self, audio: AudioMedia, task: TranscriptionTask) -> Draft:
         """Return the prompt of a recording that is to be written down only."""

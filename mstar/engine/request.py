@@ -62,6 +62,8 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the encoder is given for each item, in the order of the spans."""
     context: list[ContextItem] = []
     """Items that its tokens attend to from outside the stream."""
+    num_context_slots: int = 0
+    """Slots of context in all its legs together, where there are more than ``context`` has."""
     companions: list[Companion] = []
     options: dict[str, Any] = {}
     """What the model is told beside prompt and sampling parameters; plain data."""

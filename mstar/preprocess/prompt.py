@@ -100,6 +100,7 @@ class PromptPreparer:
             inputs=layout.inputs,
             retain_seconds=float(request.retain_seconds),
             context=list(draft.context),
+            num_context_slots=draft.num_context_slots,
             companions=[
                 Companion(label, list(ids), self._keys(ids, (), begin))
                 for label, ids in draft.companions.items()
@@ -154,9 +155,14 @@ def item_tokens(prepared: PreparedRequest) -> dict[str, int]:
     for span in prepared.spans:
         if span.digest is not None:
             counts[span.kind] += span.length
-    for item in prepared.context:
-        counts[item.kind] += item.length
+    if prepared.context:
+        counts[prepared.context[0].kind] += context_tokens(prepared)
     return dict(counts)
+
+
+def context_tokens(prepared: PreparedRequest) -> int:
+    """Return the slots that a prompt and what follows it attend to from outside."""
+    return max(prepared.num_context_slots, sum(item.length for item in prepared.context))
 
 
 def _with_end(params: SamplingParams, draft: Draft) -> SamplingParams:

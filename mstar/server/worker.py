@@ -15,7 +15,7 @@ from mstar.errors import MstarError, RequestError
 from mstar.preprocess.drafts import require
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.processors.base import ChatTask, Task, tasks_of
-from mstar.preprocess.prompt import PromptPreparer, PromptRequest, item_tokens
+from mstar.preprocess.prompt import PromptPreparer, PromptRequest, context_tokens, item_tokens
 from mstar.preprocess.tokenizer import TextTokenizer
 from mstar.server.child import become_child
 from mstar.server.failures import ApiError
@@ -252,7 +252,7 @@ def _options(
             [prompt.token_ids for prompt in prompts] if parsed.return_token_ids else None
         ),
         num_item_tokens=[item_tokens(prompt) for prompt in prompts],
-        num_context_tokens=sum(item.length for item in prompts[0].context),
+        num_context_tokens=context_tokens(prompts[0]),
         media=None if parsed.sound_format is None else MediaOptions(format=parsed.sound_format),
     )
 

@@ -125,6 +125,20 @@ def test_places_of_a_recording_are_counted_in_process_as_over_http(
     assert answer.num_item_tokens == {"audio": NUM_WINDOW}
 
 
+def test_every_window_of_every_recording_is_counted(client: OpenAI, question: bytes) -> None:
+    samples = samples_of(question)
+    long = np.concatenate([samples, np.zeros(31 * 22050 - len(samples), samples.dtype)])
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setparams((1, 2, 22050, 0, "NONE", ""))
+        file.writeframes(long.tobytes())
+    messages = recording(question)
+    messages[0]["content"] += recording(out.getvalue())[0]["content"]
+    usage = ask(client, messages, max_tokens=1).usage
+    assert usage.prompt_tokens_details.audio_tokens == 3 * NUM_WINDOW
+    assert 0 < usage.prompt_tokens - 3 * NUM_WINDOW < 100
+
+
 def test_a_text_too_long_beside_a_recording_is_the_requests_fault(
     client: OpenAI, question: bytes
 ) -> None:

@@ -72,6 +72,8 @@ class Draft:
     """Ids and items of the stream."""
     context: Sequence[ContextItem] = ()
     """Items that take no slots of the stream and are attended to from outside it."""
+    num_context_slots: int = 0
+    """Slots of context in all legs together, where there are more than ``context`` has."""
     companions: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """By label: ids of further streams, as many as the main one has slots."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -59,10 +59,13 @@ class WhisperProcessor:
             options, num_frames=num_frames, stop_frame=min(options.stop_frame, num_frames)
         )
         inputs = {"features": array_of(features), "start": array_of(np.zeros(1, np.int64))}
-        item = ContextItem(_KIND, options.recording, self._config.encoder.max_positions, inputs)
+        num_slots = self._config.encoder.max_positions
+        num_windows = -(-options.stop_frame // self._config.num_frames)
+        item = ContextItem(_KIND, options.recording, num_slots, inputs)
         return Draft(
             parts=[prompt_ids(options, self._tokens, self._config.decoder.max_positions)],
             context=[item],
+            num_context_slots=num_windows * num_slots,
             options=msgspec.structs.asdict(options),
         )
 
