@@ -24,6 +24,8 @@ from mstar.server.protocol import (
     check_model,
     choice_of,
     json_fields,
+    unknown_of,
+    unserved,
     voice_of,
     wrong_type,
 )
@@ -117,10 +119,6 @@ class ImageBody(msgspec.Struct, kw_only=True):
     size: str | None = None
     response_format: str | None = None
     output_format: str | None = None
-    quality: str | None = None
-    style: str | None = None
-    background: str | None = None
-    moderation: str | None = None
     user: str | None = None
     guidance_scale: float | None = None
     temperature: float | None = None
@@ -128,6 +126,21 @@ class ImageBody(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     seed: int | None = None
     cache_salt: str | None = None
+
+
+_UNSERVED_OF_IMAGES: dict[str, tuple[object, ...]] = {
+    "background": ("auto", "standard"),
+    "logit_bias": ({},),
+    "max_tokens": (),
+    "moderation": ("auto", "standard"),
+    "negative_prompt": ("",),
+    "num_inference_steps": (),
+    "output_compression": (100,),
+    "partial_images": (0,),
+    "quality": ("auto", "standard"),
+    "stream": (False,),
+    "style": ("auto", "standard"),
+}
 
 
 def _speech(job: Prepare, rules: ProtocolRules) -> MediaJob:
@@ -161,26 +174,19 @@ def _speech(job: Prepare, rules: ProtocolRules) -> MediaJob:
         ),
         media=MediaOptions(format=kind, is_event_stream=stream_format == "sse"),
         stream=can_stream and body.stream is not False,
-        unknown_fields=_unknown(fields, SpeechBody),
+        unknown_fields=unknown_of(fields, SpeechBody.__struct_fields__),
     )
 
 
 def _image(job: Prepare, rules: ProtocolRules) -> MediaJob:
     fields = json_fields(job.body)
+    unserved(fields, _UNSERVED_OF_IMAGES)
     body = _convert(fields, ImageBody)
     check_model(body.model, rules.model_names)
     if not body.prompt.strip():
         raise ApiError(400, "prompt is empty; say what is to be seen", param="prompt")
     choice_of(body.response_format or "b64_json", ("b64_json",), "response_format")
     choice_of(body.output_format or "png", ("png",), "output_format")
-    for name in ("quality", "style", "background", "moderation"):
-        if getattr(body, name) not in (None, "auto", "standard"):
-            raise ApiError(
-                400,
-                f"{name} is not supported by this server; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
     num_pictures = 1 if body.n is None else body.n
     if not 1 <= num_pictures <= MAX_PICTURES:
         raise ApiError(400, f"n is {num_pictures}; it must be 1 to {MAX_PICTURES}", param="n")
@@ -200,7 +206,7 @@ def _image(job: Prepare, rules: ProtocolRules) -> MediaJob:
         ),
         media=MediaOptions(format="png"),
         num_choices=num_pictures,
-        unknown_fields=_unknown(fields, ImageBody),
+        unknown_fields=unknown_of(fields, {*ImageBody.__struct_fields__, *_UNSERVED_OF_IMAGES}),
     )
 
 
@@ -355,7 +361,3 @@ def _convert(fields: Mapping[str, Any], kind: type[Any]) -> Any:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise wrong_type(error) from None
-
-
-def _unknown(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> list[str]:
-    return [clip(name, 64) for name in fields if name not in kind.__struct_fields__]

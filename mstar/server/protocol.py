@@ -7,7 +7,7 @@ and is not served is refused, never ignored.
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -238,11 +238,11 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         RequestError: If a sampling value is out of its range.
     """
     fields = json_fields(body)
-    unserved(fields)
+    unserved(fields, _UNSERVED)
     kind: type[ChatRequest | CompletionRequest]
     kind = ChatRequest if route == "chat" else CompletionRequest
     request: ChatRequest | CompletionRequest
-    unknown = _unknown(fields, kind)
+    unknown = unknown_of(fields, {*kind.__struct_fields__, *_IGNORED, *_UNSERVED})
     try:
         request = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -299,7 +299,7 @@ def parse(route: Route, body: bytes, rules: ProtocolRules) -> ParsedRequest:
         return_token_ids=bool(request.return_token_ids),
         **_sound(request),
         names=_names(request),
-        unknown_fields=[clip(name, 64) for name in unknown],
+        unknown_fields=unknown,
     )
 
 
@@ -369,13 +369,17 @@ def json_fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def unserved(fields: Mapping[str, Any]) -> None:
+def unserved(fields: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse fields that ask for something that is not served.
+
+    Args:
+        fields: The body.
+        table: The fields, with the values that ask for nothing.
 
     Raises:
         ApiError: Naming the field.
     """
-    for name, neutral in _UNSERVED.items():
+    for name, neutral in table.items():
         value = fields.get(name)
         if value is None or any(type(value) is type(n) and value == n for n in neutral):
             continue
@@ -389,13 +393,12 @@ def unserved(fields: Mapping[str, Any]) -> None:
             raise _bad(f"{name} is called {own} here", name, "unsupported_parameter")
 
 
-def _unknown(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> list[str]:
+def unknown_of(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the fields that nobody here knows.
 
     Raises:
         ApiError: If one of them is plainly meant to be another.
     """
-    known = [*kind.__struct_fields__, *_IGNORED, *_UNSERVED]
     unknown = [name for name in fields if name not in known]
     for name in unknown:
         if nearest := difflib.get_close_matches(name, known, 1, 0.85):
@@ -404,7 +407,7 @@ def _unknown(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> list[str]
                 clip(name, 60),
                 "unknown_parameter",
             )
-    return unknown
+    return [clip(name, 64) for name in unknown]
 
 
 _AT = re.compile(r"^(?P<what>.*?) - at `(?P<where>.*)`$", re.DOTALL)
