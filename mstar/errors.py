@@ -12,8 +12,7 @@
     ├── EngineDeadError        the engine process ended when needed         (a RuntimeError)
     └── RequestError           a request is wrong; carries param and code   (a ValueError)
         ├── ContextLengthError     prompt or output exceed the model's context
-        ├── CapacityError          the request could never fit the KV pool
-        └── OverloadedError        too many requests are waiting
+        └── CapacityError          the request could never fit the KV pool
 """
 
 from collections.abc import Sequence
@@ -88,9 +87,3 @@ class CapacityError(RequestError):
     """The request needs more KV pages than the whole pool has."""
 
     default_code = "kv_capacity_exceeded"
-
-
-class OverloadedError(RequestError):
-    """More requests wait than the deployment lets wait."""
-
-    default_code = "server_busy"

@@ -27,8 +27,6 @@ class Refusal:
     resource_key: str
     reason: str
     """A sentence with the numbers in it."""
-    is_permanent: bool = False
-    """True when waiting could never help: the whole resource is too small."""
     remedy: str = "shorten the prompt or lower max_tokens"
     """What then helps, in words that go on from the reason."""
     param: str = "max_tokens"

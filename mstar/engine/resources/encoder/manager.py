@@ -99,7 +99,6 @@ class EncoderManager(OutputStore):
             self.resource_key,
             f"an item of {longest or beside} slots{more} exceeds the {self.budget} slots that "
             "encoder outputs may take",
-            is_permanent=True,
             remedy="make it smaller, or raise encoder_cache_tokens",
             param="prompt",
         )

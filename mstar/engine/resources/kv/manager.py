@@ -210,7 +210,6 @@ class KVManager(Resource):
             self.resource_key,
             f"{opening.max_len} tokens of prompt and output{each} need {needed} KV pages of "
             f"{self.page_size} tokens, and the pool has {self.pool.num_pages}",
-            is_permanent=True,
         )
 
     def match(self, opening: Opening, limit: int) -> int:

@@ -173,15 +173,13 @@ class PositionManager(Resource):
         if axes != GRID_AXES and any(span.grid is not None for span in opening.spans):
             reason = f"the layout has a grid of {GRID_AXES} axes; positions have {axes}"
             remedy = "leave out what has the grid"
-            return Refusal(
-                self.resource_key, reason, is_permanent=True, remedy=remedy, param="prompt"
-            )
+            return Refusal(self.resource_key, reason, remedy=remedy, param="prompt")
         layout = SpanCounters(opening.spans, self.config)
         end = layout.at(layout.num_slots)
         if end <= self._limit:
             return None
         reason = f"the layout ends at position {end}; positions are below {self._limit}"
-        return Refusal(self.resource_key, reason, is_permanent=True)
+        return Refusal(self.resource_key, reason)
 
     def match(self, opening: Opening, limit: int) -> int:
         """Allow no reuse where nothing says what blocks a stream is made of."""

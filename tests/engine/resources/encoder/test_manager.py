@@ -90,7 +90,6 @@ def test_item_larger_than_the_budget_is_refused_for_good_with_both_numbers() -> 
     assert manager.ever_fits(opening(6, 6, 1)) is None, "they need not be there at once"
     refusal = manager.ever_fits(opening(6, 7))
     assert refusal is not None
-    assert refusal.is_permanent
     assert refusal.resource_key == "encoder"
     assert "an item of 7 slots exceeds the 6 slots" in refusal.reason
 
@@ -113,7 +112,6 @@ def test_second_request_finds_what_the_first_is_still_using() -> None:
     assert not manager.has_room(item("r2", b"a"))
     refusal = manager.admit((), EncoderStep(made=(item("r2", b"a"),)))
     assert refusal is not None
-    assert not refusal.is_permanent
     assert "1 slots of encoder output are needed; 5 of 5 are in use" in refusal.reason
     assert kept(manager) == {b"f": 1}
     manager.close("r1")

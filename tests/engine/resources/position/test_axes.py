@@ -229,7 +229,6 @@ def test_layout_that_positions_cannot_have_is_refused_for_good() -> None:
     picture = (Span(2), item((0,), 2, 2))
     refusal = manager(axes=1, axis_sections=None).ever_fits(stream("a", picture))
     assert refusal is not None
-    assert refusal.is_permanent
     assert refusal.reason == "the layout has a grid of 3 axes; positions have 1"
     made = manager(max_position=12)
     assert made.ever_fits(stream("a", (Span(8), item((0, 3), 2, 2)))) is None
