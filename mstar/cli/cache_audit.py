@@ -7,7 +7,7 @@ client can see: the cached tokens that answers report, and the time to the first
 import argparse
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mstar.cli.cache_arguments import add_json, add_server, client_of
 from mstar.cli.client import ServerError
 from mstar.cli.parser import at_least
-from mstar.cli.probe import Probe, Reply, Shape
+from mstar.cli.probe import Content, Probe, Reply, Shape
 from mstar.cli.ranks import detectable_shift, rank_test
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
@@ -112,12 +112,15 @@ def audit(probe: Probe, num_rounds: int, num_tokens: int) -> Iterator[Finding]:
     for same in zip(*(pairings(probe) for _ in probe.shapes), strict=True):
         yield check_pairing(probe, dict(zip(probe.shapes, same, strict=True)), num_short)
     yield check_empty_salt(probe, num_short)
+    length = min(num_tokens, probe.max_len * 3 // 4)
     try:
-        times = measure(probe, num_rounds, min(num_tokens, probe.max_len * 3 // 4))
+        times = measure(probe, num_rounds, _TIMED, lambda: probe.new_text(length))
     except ServerError as error:
         yield Finding("INCONCLUSIVE", "time to the first token", str(error))
     else:
         yield from check_times(times)
+    if probe.takes_pictures and not probe.chat_refusal:
+        yield from check_pictures(probe, num_rounds)
 
 
 def pairings(probe: Probe) -> list[Pairing]:
@@ -245,35 +248,59 @@ class Times:
     """Prompts sent before under another salt."""
 
 
-def measure(probe: Probe, num_rounds: int, num_tokens: int) -> Times:
+def check_pictures(probe: Probe, num_rounds: int) -> Iterator[Finding]:
+    """Yield whether tenants share pictures: what answers report, and times."""
+    shape, name = Shape("chat", True), "a picture under another salt"
+    picture, salt = probe.new_picture(), probe.new_salt()
+    try:
+        probe.send(shape, picture, salt)
+        same, other = (_cached(probe.send(shape, picture, own)) for own in (salt, probe.new_salt()))
+        times = measure(probe, num_rounds, shape, probe.new_picture)
+    except _NothingReported:
+        yield Finding("INCONCLUSIVE", name, _NOT_REPORTED)
+        return
+    except ServerError as error:
+        yield Finding("INCONCLUSIVE", name, str(error))
+        return
+    detail = f"must not share; shared {other} tokens, and {same} under the same salt"
+    yield Finding("FAIL" if other else "PASS" if same else "INCONCLUSIVE", name, detail)
+    yield from check_times(times, " of pictures")
+
+
+def measure(probe: Probe, num_rounds: int, shape: Shape, make: Callable[[], Content]) -> Times:
     """Return times of the three kinds, taken in turns of random order.
 
     Args:
         probe: Of the server.
         num_rounds: Measurements of each kind.
-        num_tokens: Length of prompts, in tokens.
+        shape: How to ask; streamed.
+        make: Returns a prompt that nobody sent before.
 
     Raises:
         ServerError: If the server refuses.
     """
     times: dict[str, list[float]] = {"cold": [], "warm": [], "cross": []}
     for _ in range(num_rounds):
-        text, salt = probe.new_text(num_tokens), probe.new_salt()
-        probe.send(_TIMED, text, salt)
+        content, salt = make(), probe.new_salt()
+        probe.send(shape, content, salt)
         asks = [
-            ("cold", probe.new_text(num_tokens), probe.new_salt()),
-            ("warm", text, salt),
-            ("cross", text, probe.new_salt()),
+            ("cold", make(), probe.new_salt()),
+            ("warm", content, salt),
+            ("cross", content, probe.new_salt()),
         ]
         for kind, own, own_salt in probe.shuffled(asks):
-            times[kind].append(probe.send(_TIMED, own, own_salt).seconds)
+            times[kind].append(probe.send(shape, own, own_salt).seconds)
     return Times(**times)
 
 
-def check_times(times: Times) -> Iterator[Finding]:
+def check_times(times: Times, what: str = "") -> Iterator[Finding]:
     """Yield whether a prompt known under another salt takes as long as an unknown one.
 
     That says something only where a prompt known under the same salt is seen to take less.
+
+    Args:
+        times: In seconds.
+        what: Was asked, where it is no text.
     """
     gain = median(times.cold) - median(times.warm)
     visible = detectable_shift(times.cold, times.cross, _ALPHA)
@@ -286,7 +313,7 @@ def check_times(times: Times) -> Iterator[Finding]:
     verdict: Verdict = "PASS" if is_sharp else "INCONCLUSIVE"
     yield Finding(
         verdict,
-        "time under the same salt",
+        f"time{what} under the same salt",
         f"reuse must show; {detail}, p = {p_warm:.1g}; it saves {1000 * gain:.1f} ms; a "
         f"difference of {1000 * visible:.1f} ms could have been seen"
         f"{'' if is_sharp else ': too coarse to judge by'}",
@@ -299,7 +326,7 @@ def check_times(times: Times) -> Iterator[Finding]:
         verdict = "INCONCLUSIVE"
     yield Finding(
         verdict,
-        "time under another salt",
+        f"time{what} under another salt",
         f"must be as cold; against cold p = {p_cross:.1g} (below {_ALPHA}: they differ), against "
         f"warm p = {p_hit:.1g}; less than {1000 * visible:.1f} ms would not have been seen",
     )

@@ -9,6 +9,8 @@ from mstar.cli.client import Client, Event, ServerError
 
 Route = Literal["chat", "completion"]
 _T = TypeVar("_T")
+Content = str | list[dict[str, Any]]
+"""A prompt: a text, or the parts of a message."""
 _PATHS: Mapping[Route, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world"),
@@ -18,6 +20,8 @@ _WORDS = (
     *("month", "lot", "right", "study", "book", "eye", "job", "word", "side", "kind", "head"),
 )
 _NUM_SAMPLE = 48
+_SIDE = 1600
+"""Of pictures, in pixels: decoding one takes a time that can be seen."""
 _DEFAULT_MAX_LEN, _DEFAULT_PAGE_SIZE = 2048, 64
 
 
@@ -62,6 +66,9 @@ class Probe:
         entries = [entry for entry in listed if model in (None, entry.get("id"))]
         first: Mapping[str, Any] = entries[0] if entries else {}
         self.model = model or first.get("id")
+        sees = (first.get("architecture") or {}).get("input_modalities") or ()
+        self.takes_pictures = "image" in sees
+        """Whether pictures may stand in chats."""
         self.max_len = first.get("max_model_len") or _DEFAULT_MAX_LEN
         """Tokens of a prompt and its answer, at most."""
         self.page_size = self._page_size()
@@ -81,11 +88,30 @@ class Probe:
         """Return a text of about so many tokens that nobody sent before."""
         return self._text(max(1, round(num_tokens / self._tokens_a_word)))
 
+    def new_picture(self) -> Content:
+        """Return a question about a picture that nobody sent before."""
+        import base64  # noqa: PLC0415 - few servers are asked
+        import io  # noqa: PLC0415
+
+        from PIL import Image  # noqa: PLC0415
+
+        picture = Image.new("RGB", (_SIDE, _SIDE))
+        for _ in range(8):
+            where = self._rng.randrange(_SIDE), self._rng.randrange(_SIDE)
+            picture.putpixel(where, self._rng.getrandbits(24))
+        out = io.BytesIO()
+        picture.save(out, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+        return [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "What is this?"},
+        ]
+
     def shuffled(self, values: Sequence[_T]) -> list[_T]:
         """Return the values in random order."""
         return self._rng.sample(values, len(values))
 
-    def send(self, shape: Shape, text: str, salt: str | None) -> Reply:
+    def send(self, shape: Shape, content: Content, salt: str | None) -> Reply:
         """Ask for one token.
 
         Raises:
@@ -95,9 +121,9 @@ class Probe:
         if self.model is not None:
             body["model"] = self.model
         if shape.route == "chat":
-            body["messages"] = [{"role": "user", "content": text}]
+            body["messages"] = [{"role": "user", "content": content}]
         else:
-            body["prompt"] = text
+            body["prompt"] = content
         if salt is not None:
             body["cache_salt"] = salt
         path = _PATHS[shape.route]

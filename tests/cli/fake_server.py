@@ -20,7 +20,8 @@ class FakeCache:
             nothing and answers faster; ``joins`` puts salt and text together without a border;
             ``none`` takes no salt as the salt ``None``; ``off`` reuses nothing; ``silent`` says
             nothing about reuse; ``empty`` takes an empty salt as none; ``knows`` is right, and
-            answers the routes about the cache.
+            answers the routes about the cache; ``sees`` is right, and takes pictures, ``peeks``
+            answers them faster that anybody has sent, ``mixes`` reuses them.
     """
 
     def __init__(self, fault: str) -> None:
@@ -40,13 +41,16 @@ class FakeCache:
         """Return the cached tokens to report, and how long the answer takes."""
         if self.fault == "empty":
             salt = salt or None
-        key = self.name(None if self.fault == "ignores" else salt, text)
+        is_picture = text.startswith("[")
+        is_shared = self.fault == "ignores" or (self.fault == "mixes" and is_picture)
+        key = self.name(None if is_shared else salt, text)
         anyone = json.dumps(["anyone", text])
         with self.lock:
             is_known = key in self.seen and self.fault != "off"
             is_known_to_anyone = anyone in self.seen
             self.seen |= {key, anyone}
-        is_fast = is_known_to_anyone if self.fault == "timing" else is_known
+        leaks = self.fault == "timing" or (self.fault == "peeks" and is_picture)
+        is_fast = is_known_to_anyone if leaks else is_known
         cached = len(text) // PAGE * PAGE if is_known else 0
         return None if self.fault == "silent" else cached, (
             WARM_SECONDS if is_fast else COLD_SECONDS
@@ -61,7 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._json(200, {"data": [{"id": "fake", "max_model_len": 4096}]})
+            sees = self.cache.fault in ("sees", "peeks", "mixes")
+            modalities = ["text", "image"] if sees else ["text"]
+            about = {"architecture": {"input_modalities": modalities}}
+            self._json(200, {"data": [{"id": "fake", "max_model_len": 4096, **about}]})
         elif self.path == "/v1/cache/root" and self.cache.fault == "knows":
             self._json(200, {"root": "ab", "constants": {"page_size": "16"}, "missing": []})
         else:
@@ -80,13 +87,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(400, {"error": {"message": "cache_salt must not be empty"}})
             return
         text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-        cached, seconds = self.cache.ask(salt, text)
+        is_picture = isinstance(text, list)
+        cached, seconds = self.cache.ask(salt, json.dumps(text) if is_picture else text)
         usage: dict[str, Any] = {"prompt_tokens": len(text)}
         if cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         # Only what is measured takes its time.
         is_stream = bool(body.get("stream"))
-        if is_stream and "prompt" in body:
+        if is_stream and ("prompt" in body or is_picture):
             time.sleep(seconds)
         choice = {"index": 0, "text": "x", "finish_reason": "length"}
         if not is_stream:

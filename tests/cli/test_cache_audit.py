@@ -54,6 +54,25 @@ def test_a_server_that_leaks_by_its_times_alone_fails(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("fault", "checks"),
     [
+        ("sees", set()),
+        ("peeks", {"time of pictures under another salt"}),
+        ("mixes", {"a picture under another salt", "time of pictures under another salt"}),
+    ],
+)
+def test_pictures_are_audited_where_they_are_taken(
+    fault: str, checks: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A picture that another tenant had sent once came back sooner: its pixels were remembered."""
+    with fake_server(fault) as url:
+        status, report = audit(url, capsys)
+    assert failed(report) == checks
+    assert status == bool(checks)
+    assert report["time of pictures under the same salt"][0] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("fault", "checks"),
+    [
         ("joins", {"…a with text bc…, then …ab with c…", "…mb with text c…, then …m with bc…"}),
         ("none", {"no salt, then 'None'"}),
         ("empty", {"an empty salt"}),
