@@ -3,12 +3,10 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import index
-from typing import Any, Self, SupportsIndex, TypeGuard, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-import msgspec
-
+from mstar.calls import Prompt, as_params, as_prompt, as_prompts, as_task
 from mstar.catalog import load_prompting, locate, open_engine
 from mstar.engine.output import Emitted, EngineStats, FinishReason, RequestOutput, TokenLogprobs
 from mstar.engine.request import PreparedRequest
@@ -31,12 +29,6 @@ from mstar.preprocess.results import (
     transcript_of,
 )
 from mstar.turns import Turns
-
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
-
-
-TaskT = TypeVar("TaskT", ChatTask, TranscriptionTask, SpeechTask, ImageTask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +303,7 @@ class Engine:
         Raises:
             RequestError: If a prompt or a parameter is wrong; then none runs.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
             raise RequestError(
@@ -348,7 +340,7 @@ class Engine:
             retain_seconds: As for ``generate``.
         """
         request = self._chat_request(messages, params, cache_salt, retain_seconds)
-        return self._complete([replace(request, task=_as_task(task, ChatTask))])[0]
+        return self._complete([replace(request, task=as_task(task, ChatTask))])[0]
 
     def transcribe(
         self,
@@ -370,9 +362,9 @@ class Engine:
         """
         request = PromptRequest(
             request_id=self._next_id(),
-            params=SamplingParams(temperature=0.0) if params is None else _as_params(params),
+            params=SamplingParams(temperature=0.0) if params is None else as_params(params),
             audio=sound_source(audio, rate, "audio"),
-            task=_as_task(task or TranscriptionTask(), TranscriptionTask),
+            task=as_task(task or TranscriptionTask(), TranscriptionTask),
             cache_salt=cache_salt,
         )
         return transcript_of(self._complete([request])[0].emitted)
@@ -388,7 +380,7 @@ class Engine:
             request_id=self._next_id(),
             params=SamplingParams(),
             text=text,
-            task=_as_task(task or SpeechTask(), SpeechTask),
+            task=as_task(task or SpeechTask(), SpeechTask),
         )
         sound = self._complete([request])[0].sound
         if sound is None:
@@ -413,9 +405,9 @@ class Engine:
         """
         request = PromptRequest(
             request_id=self._next_id(),
-            params=_as_params(params),
+            params=as_params(params),
             text=prompt,
-            task=_as_task(task or ImageTask(), ImageTask),
+            task=as_task(task or ImageTask(), ImageTask),
             cache_salt=cache_salt,
         )
         return pictures_of(self._complete([request])[0].emitted)[0]
@@ -440,8 +432,8 @@ class Engine:
             request = self._chat_request(messages, params, cache_salt, retain_seconds)
         else:
             assert prompt is not None
-            request = self._prompt_request(_as_prompt(prompt), params, cache_salt, retain_seconds)
-        request = replace(request, task=_as_task(task, ChatTask))
+            request = self._prompt_request(as_prompt(prompt), params, cache_salt, retain_seconds)
+        request = replace(request, task=as_task(task, ChatTask))
         (answer,) = self._start([request])
         return TextStream(self, request.request_id, answer)
 
@@ -493,7 +485,7 @@ class Engine:
     ) -> PromptRequest:
         return PromptRequest(
             request_id=self._next_id(),
-            params=_as_params(params),
+            params=as_params(params),
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else prompt,
             cache_salt=cache_salt,
@@ -509,7 +501,7 @@ class Engine:
     ) -> PromptRequest:
         return PromptRequest(
             request_id=self._next_id(),
-            params=_as_params(params),
+            params=as_params(params),
             messages=messages,
             cache_salt=cache_salt,
             retain_seconds=retain_seconds,
@@ -602,68 +594,3 @@ class Engine:
         self.core.abort(request_id)
         self._answers.pop(request_id, None)
         self._pieces.pop(request_id, None)
-
-
-def _as_prompts(prompts: object) -> list[Prompt]:
-    """Return the prompts of a call, which may have given one alone."""
-    if hasattr(prompts, "tolist"):
-        # An array of numpy or torch; numbers are one prompt, rows of numbers are several.
-        prompts = prompts.tolist()
-    if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
-        return [_as_prompt(prompts)]
-    if prompts and _is_integer(prompts[0]):
-        return [_as_prompt(prompts)]
-    return [_as_prompt(prompt) for prompt in prompts]
-
-
-def _as_prompt(prompt: object) -> Prompt:
-    """Return a text, or a list of plain integers.
-
-    Raises:
-        RequestError: If it is neither a text nor ids.
-    """
-    if isinstance(prompt, str):
-        return prompt
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
-        raise RequestError(
-            f"a prompt is {prompt!r:.40}; it must be a text or a sequence of token ids",
-            param="prompt",
-        )
-    return [token if type(token) is int else _as_id(token) for token in prompt]
-
-
-def _as_id(token: Any) -> int:
-    # Whatever is no integer at all is left for the preparer to name.
-    is_number = _is_integer(token) and not isinstance(token, bool)
-    return index(token) if is_number else token
-
-
-def _is_integer(value: object) -> TypeGuard[SupportsIndex]:
-    # Arrays claim to be integers too, whatever their shape.
-    return isinstance(value, SupportsIndex) and not getattr(value, "shape", ())
-
-
-def _as_params(params: SamplingParams | None) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"params is {params!r:.60}; it must be SamplingParams", param="params")
-    return params
-
-
-def _as_task(task: TaskT | None, kind: type[TaskT]) -> TaskT | None:
-    """Return a task with all its fields of the right type; ``None`` stays.
-
-    Raises:
-        RequestError: Naming the field.
-    """
-    if task is None:
-        return None
-    if not isinstance(task, kind):
-        raise RequestError(f"task is {task!r:.60}; it must be {kind.__name__}", param="task")
-    try:
-        return msgspec.convert({own.name: getattr(task, own.name) for own in fields(task)}, kind)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"{kind.__name__} has a wrong field: {error}", param="task") from None
