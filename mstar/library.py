@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -253,7 +254,7 @@ class Engine:
         """Requests whose streams are gone."""
         self._is_closed = False
         self._late_close: float | None = None
-        """Timeout of a ``close`` that came in the middle of a step."""
+        """Timeout of a ``close`` that came in the middle of a turn."""
         self._numbers = itertools.count()
         self._turns = Turns()
         self._pid = os.getpid()
@@ -263,8 +264,9 @@ class Engine:
         state = ", closed" if self._is_closed else ""
         return f"<Engine {self.model!r}: {numbers.dtype} on {numbers.device}{state}>"
 
-    def _turn(self) -> Turns:
-        """Return what keeps other threads out.
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Keep other threads out of the block.
 
         Raises:
             RuntimeError: If this is another process than the one that the engine was made in, or
@@ -281,7 +283,12 @@ class Engine:
                 "the engine is at work in this thread, and was called out of what interrupted it, "
                 "as a signal's handler: have that raise an exception, and call where it is caught"
             )
-        return self._turns
+        with self._turns:
+            try:
+                yield
+            finally:
+                if self._late_close is not None:
+                    self._close(self._late_close)
 
     def generate(
         self,
@@ -457,15 +464,18 @@ class Engine:
             timeout: Seconds that the disk may take; what is not written by then is dropped.
         """
         if self._turns.is_mine:
-            # A signal's handler says so; the step that it interrupted comes to its end first.
+            # A signal's handler says so; what it interrupted comes to its end first.
             self._late_close = timeout
             return
         with self._turn():
-            if not self._is_closed:
-                self._is_closed = True
-                for request_id in list(self._answers):
-                    self._end(request_id)
-                self.core.close(timeout)
+            self._close(timeout)
+
+    def _close(self, timeout: float) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            for request_id in list(self._answers):
+                self._end(request_id)
+            self.core.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -562,8 +572,6 @@ class Engine:
                     self._pieces[output.request_id].append(piece)
                 if answer.is_cut:
                     self.core.abort(output.request_id)
-        if self._late_close is not None:
-            self.close(self._late_close)
 
     def _advance(self, request_id: str) -> AnswerPiece | None:
         """Run until there is more of one answer, and return it; ``None`` at the answer's end."""

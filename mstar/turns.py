@@ -12,31 +12,31 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
+        self._queue: deque[int] = deque()
         """The thread that has its turn, and those that wait for theirs."""
-        self._owner: int | None = None
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has its turn, in which something has interrupted it."""
-        return self._owner == threading.get_ident()
+        """Whether this thread has its turn or waits for it, and something has interrupted it."""
+        return threading.get_ident() in self._queue
 
     def __enter__(self) -> None:
         assert not self.is_mine, "a thread that has its turn would wait for itself"
-        ticket = object()
-        with self._changed:
-            self._queue.append(ticket)
-            try:
-                self._changed.wait_for(lambda: self._queue[0] is ticket)
-            except BaseException:
-                # Interrupted while it waited: those behind it move up.
-                self._queue.remove(ticket)
-                self._changed.notify_all()
-                raise
-        self._owner = threading.get_ident()
+        own = threading.get_ident()
+        try:
+            with self._changed:
+                self._queue.append(own)
+                self._changed.wait_for(lambda: self._queue[0] == own)
+        except BaseException:
+            # Interrupted while it waited: those behind it move up.
+            self._leave(own)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._owner = None
+        self._leave(threading.get_ident())
+
+    def _leave(self, own: int) -> None:
         with self._changed:
-            self._queue.popleft()
+            if own in self._queue:
+                self._queue.remove(own)
             self._changed.notify_all()

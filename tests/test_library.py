@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -292,6 +293,35 @@ def test_a_signal_that_closes_an_engine_at_work_ends_the_call(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert refused
+    assert engine.core.stats().num_running == 0
+
+
+def test_a_signal_that_closes_an_engine_whose_call_waits_for_its_turn_ends_the_call(
+    model: Path, tmp_path: Path
+) -> None:
+    engine = tiered(model, tmp_path, num_pages=32)
+    taken, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine._turns:
+            taken.set()
+            released.wait(30)
+
+    def handle(*_: object) -> None:
+        engine.close()
+        released.set()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert taken.wait(30)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.generate("34", LONG)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    holder.join(30)
     assert engine.core.stats().num_running == 0
 
 

@@ -33,6 +33,28 @@ def test_a_thread_that_asks_again_waits_behind_the_others() -> None:
     assert all(len(set(order[i : i + 3])) == 3 for i in range(10, 130))
 
 
+def test_a_thread_that_waits_for_its_turn_knows_that_it_does() -> None:
+    """What interrupts it would else wait behind it, for ever."""
+    turns, found = Turns(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def wait() -> None:
+        with turns:
+            pass
+
+    with turns:
+        threads.append(threading.Thread(target=wait))
+        threads[0].start()
+        end = time.monotonic() + 10
+        while time.monotonic() < end and not found.is_set():
+            if threads[0].ident in turns._queue:
+                found.set()
+        assert turns.is_mine
+    threads[0].join(10)
+    assert found.is_set()
+    assert not turns.is_mine
+
+
 def test_an_error_and_an_interrupt_leave_the_others_their_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

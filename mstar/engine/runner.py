@@ -148,7 +148,7 @@ class Runner:
         start = self._starts.get(request_id)
         return None if start is None else self._told(start)
 
-    def _told(self, start: "_Start") -> dict[str, Any]:
+    def _told(self, start: _Start) -> dict[str, Any]:
         told = {
             key: resource.explain(start.opening, start.found, start.when)
             for key, resource in self.resources.items()

@@ -123,9 +123,7 @@ def resolve(
     nearest = difflib.get_close_matches(lowered, (*BUILTINS, *COMPOSITES), 1, 0.7)
     if nearest and "/" not in name:
         tried[1] += f"; did you mean {nearest[0]}?"
-    elif lowered.endswith(".gguf"):
-        pass  # A file's name, for which there is nobody to ask.
-    elif _HUB_ID.fullmatch(name):
+    elif _HUB_ID.fullmatch(name) and ("/" in name or not lowered.endswith(".gguf")):
         try:
             return _inside((download or _download)(name))
         except (OSError, ValueError, RuntimeError) as error:

@@ -98,7 +98,8 @@ class WorkerPool:
         self._facts: EngineFacts | None = None
         self._workers: list[_Worker] = []
         self._backoff = Backoff(longest=10.0, healthy=10.0)
-        self._queue: deque[_Job] = deque()
+        self._long: deque[_Job] = deque()
+        self._quick: deque[_Job] = deque()
         self._job_ids = itertools.count()
         self._timers: set[asyncio.TimerHandle] = set()
         self._was_ready = False
@@ -142,15 +143,18 @@ class WorkerPool:
             body=body,
             content_type=content_type,
         )
-        job = _Job(message, asyncio.get_running_loop().create_future(), _is_long(message))
-        self._queue.append(job)
+        # Where there is no worker for the others, all wait in one row.
+        is_long = self._has_quick and _is_long(message)
+        job = _Job(message, asyncio.get_running_loop().create_future(), is_long)
+        queue = self._queue_of(job)
+        queue.append(job)
         self._dispatch()
         try:
             return await job.answer
         finally:
             # Given up by the client before a worker had it: nobody has to do it.
-            if job in self._queue:
-                self._queue.remove(job)
+            if job in queue:
+                queue.remove(job)
 
     async def stop(self, grace: float) -> None:
         """End all workers."""
@@ -209,21 +213,26 @@ class WorkerPool:
             self._on_change()
 
     def _dispatch(self) -> None:
-        for job in list(self._queue):
-            if job.answer.done():
-                self._queue.remove(job)
-                continue
-            worker = self._worker_for(job)
-            if worker is None:
-                continue
-            if not worker.child.try_send(job.message):
-                # It has just died; `_bury` follows and dispatches again.
-                worker.is_configured = False
-                return
-            self._queue.remove(job)
-            worker.jobs.append(job)
-            if len(worker.jobs) == 1:
-                self._start_timer(worker)
+        # Long ones first: the worker that takes none of them is left to the others.
+        for queue in (self._long, self._quick):
+            while queue:
+                worker = self._worker_for(queue[0])
+                if worker is None:
+                    break
+                job = queue.popleft()
+                if job.answer.done():
+                    continue
+                if not worker.child.try_send(job.message):
+                    # It has just died; `_bury` follows and dispatches again.
+                    queue.appendleft(job)
+                    worker.is_configured = False
+                    return
+                worker.jobs.append(job)
+                if len(worker.jobs) == 1:
+                    self._start_timer(worker)
+
+    def _queue_of(self, job: _Job) -> deque[_Job]:
+        return self._long if job.is_long else self._quick
 
     def _worker_for(self, job: _Job) -> _Worker | None:
         """Return a worker that has room, and keeps the job waiting for no longer one."""
@@ -257,7 +266,7 @@ class WorkerPool:
             self._blame(worker.jobs[0])
         for job in reversed(worker.jobs):
             if not job.answer.done():
-                self._queue.appendleft(job)
+                self._queue_of(job).appendleft(job)
         if self._failure is None:
             logger.error("preprocess worker %d ended (status %d)", worker.child.pid, status)
         self._replace(worker.is_quick)

@@ -25,6 +25,8 @@ MAX_TOKEN_ENTRIES = 2**18
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_TTL = "5m"
 """How long an ephemeral prompt stays that does not say so."""
+_MAX_SLIPS, _MAX_SLIP_LEN = 16, 48
+"""Unknown fields that may be slips, and characters of one."""
 _TTL = re.compile(r"([0-9]{1,9})([smh])")
 _TTL_UNITS = {"s": 1, "m": 60, "h": 3600}
 _MAX_TTL = 365 * 24 * 3600
@@ -400,7 +402,8 @@ def unknown_of(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
         ApiError: If one of them is plainly meant to be another.
     """
     unknown = [name for name in fields if name not in known]
-    for name in unknown:
+    # Whoever sends many, or long ones, makes no slips, and comparing takes its time.
+    for name in [name for name in unknown[:_MAX_SLIPS] if len(name) <= _MAX_SLIP_LEN]:
         if nearest := difflib.get_close_matches(name, known, 1, 0.85):
             raise _bad(
                 f"there is no field {clip(name, 60)!r}; did you mean {nearest[0]!r}?",

@@ -145,6 +145,14 @@ def test_unknown_fields_are_named_and_cut() -> None:
     assert chat(fancy=1, **{"x" * 500: 2}).unknown_fields == ["fancy", "x" * 63 + "…"]
 
 
+def test_slips_are_looked_for_among_few_fields_and_short_ones() -> None:
+    """Each is compared with all known ones, which thousands would keep a worker busy with."""
+    assert refusal(max_token=1).error.code == "unknown_parameter"
+    many: dict[str, Any] = {f"zz{number}": 1 for number in range(16)}
+    assert "max_token" in chat(**many, max_token=1).unknown_fields
+    assert len(chat(**{f"{number:0100}": 1 for number in range(5000)}).unknown_fields) == 5000
+
+
 def test_a_bad_number_is_the_samplers_error() -> None:
     with pytest.raises(RequestError) as caught:
         chat(temperature=-1)
