@@ -60,6 +60,48 @@ def _cuda_kernels(x: Tensor) -> Any:
     return kernels if kernels is not None and x.dtype in kernels.DTYPES else None
 
 
+class LayerNorm:
+    """Layer normalisation over the last axis, with the residual sum before it.
+
+    Args:
+        weight: ``[width]`` in the model's dtype.
+        bias: ``[width]``, likewise.
+        eps: Added to the variance.
+
+    Source:
+        Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+
+    __slots__ = ("_bias", "_eps", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        assert weight.shape == bias.shape, (weight.shape, bias.shape)
+        self._weight, self._bias = weight.contiguous(), bias.contiguous()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x`` normalised, in a new tensor of its own dtype and shape."""
+        return self.add(x, None)
+
+    def add(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """Add ``added`` to ``x`` in place and return the sum normalised, in a new tensor.
+
+        Args:
+            x: ``[..., width]`` in the model's dtype.
+            added: The same shape and dtype, or ``None`` to add nothing.
+        """
+        assert x.shape[-1:] == self._weight.shape, (x.shape, self._weight.shape)
+        if added is not None:
+            assert added.shape == x.shape, (added.shape, x.shape)
+            assert added.dtype == x.dtype, (added.dtype, x.dtype)
+        if (kernels := _cuda_kernels(x)) is not None:
+            summed: Tensor = kernels.norm(x, added, self._weight, self._eps, self._bias)
+            return summed
+        if added is not None:
+            x += added
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
 class RMSNorm:
     """Root mean square normalisation over the last axis, with the residual sum before it.
 
@@ -150,7 +192,7 @@ def gated(merged: Tensor, activation: str) -> Tensor:
 def rotate_and_store(
     qkv: Tensor, num_heads: int, position: PositionPlan, kv: KVPlan, layer: int
 ) -> Tensor:
-    """Rotate q and k, write k and v to the cache, and return q.
+    """Rotate q and k, if the layer does, write k and v to the cache, and return q.
 
     The result is ``[num_tokens, num_heads, head_dim]``.
 
@@ -164,6 +206,15 @@ def rotate_and_store(
     num_tokens, total, dim = qkv.shape
     num_kv_heads = (total - num_heads) // 2
     rotation = position.rotation(layer)
+    if (
+        rotation is None
+        and qkv.dtype == kv.layout.dtype
+        and (kernels := _cuda_kernels(qkv)) is not None
+    ):
+        plain: Tensor = kernels.heads(
+            qkv, num_heads, None, kv.keys[layer], kv.values[layer], kv.slots, False
+        )
+        return plain
     if (
         _KERNELS is None
         or rotation is None

@@ -15,14 +15,17 @@ _GATE_BLOCK = 1024
 _HEADS_BLOCK = 8
 
 
-def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> Tensor:
     """Add ``added`` to ``x`` in place and return the sum normalised, in a new tensor.
 
     Args:
         x: ``[..., width]``, contiguous.
         added: The same shape and dtype, or ``None`` to add nothing.
-        weight: float32 ``[width]``.
+        weight: ``[width]``, contiguous, of any floating dtype.
         eps: Added to the mean square.
+        bias: Like ``weight``, for layer normalisation; ``None``: the mean is left in.
     """
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -34,9 +37,11 @@ def norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
             x,
             x if added is None else added.contiguous(),
             weight,
+            weight if bias is None else bias,
             width,
             eps,
             HAS_ADDED=added is not None,
+            IS_CENTERED=bias is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
         )
@@ -63,7 +68,7 @@ def gate(merged: Tensor, is_tanh: bool) -> Tensor:
 def heads(
     qkv: Tensor,
     num_heads: int,
-    rows: Tensor,
+    rows: Tensor | None,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
@@ -74,7 +79,8 @@ def heads(
     Args:
         qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, dim]``, contiguous: q's heads, k's, v's.
         num_heads: Heads of q.
-        rows: float32 ``[num_tokens, dim]``: cosines of all pairs, then their sines.
+        rows: float32 ``[num_tokens, dim]``: cosines of all pairs, then their sines; ``None``:
+            nothing is rotated.
         keys: One layer's keys ``[num_pages, page_size, num_kv_heads, dim]``, contiguous.
         values: Like ``keys``.
         slots: int64 ``[num_tokens]``: where each token is written, counted in slots.
@@ -89,12 +95,13 @@ def heads(
             values,
             slots,
             qkv,
-            rows,
+            qkv if rows is None else rows,
             num_heads,
             (total - num_heads) // 2,
             HALF=dim // 2,
             PAIRS=triton.next_power_of_2(dim // 2),
             INTERLEAVE=interleave,
+            HAS_ROTATION=rows is not None,
             BLOCK=_HEADS_BLOCK,
             num_warps=4,
         )
@@ -107,24 +114,31 @@ def _norm_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by pl
     x,
     added,
     weight,
+    bias,
     width,
     eps,
     HAS_ADDED: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(weight + column, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_ADDED:
         value += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         # What later layers read is the rounded sum, so that is what is normalised.
         rounded = value.to(x.dtype.element_ty)
         tl.store(x + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
+    if IS_CENTERED:
+        value = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(out + at, (value * scale * factor).to(out.dtype.element_ty), mask=inside)
+    value *= scale * factor
+    if IS_CENTERED:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,6 +171,7 @@ def _heads_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by p
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -173,13 +188,15 @@ def _heads_kernel(  # noqa: PLR0913, PLR0917 - a launch takes its arguments by p
     source = qkv + (token * total + head)[:, None] * (2 * HALF)
     x = tl.load(source + first, mask=inside, other=0.0)
     y = tl.load(source + second, mask=inside, other=0.0)
-    angle = rows + token * (2 * HALF) + pair
-    cos = tl.load(angle, mask=pair < HALF, other=0.0)[None, :]
-    sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0)[None, :]
-    wide_x = x.to(tl.float32)
-    wide_y = y.to(tl.float32)
-    new_x = (wide_x * cos - wide_y * sin).to(x.dtype)
-    new_y = (wide_y * cos + wide_x * sin).to(x.dtype)
+    new_x, new_y = x, y
+    if HAS_ROTATION:
+        angle = rows + token * (2 * HALF) + pair
+        cos = tl.load(angle, mask=pair < HALF, other=0.0)[None, :]
+        sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0)[None, :]
+        wide_x = x.to(tl.float32)
+        wide_y = y.to(tl.float32)
+        new_x = (wide_x * cos - wide_y * sin).to(x.dtype)
+        new_y = (wide_y * cos + wide_x * sin).to(x.dtype)
 
     is_query = inside & (head < num_heads)[:, None]
     target = out + (token * num_heads + head)[:, None] * (2 * HALF)

@@ -33,7 +33,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features = weight.shape[0]
-        self._bias = bias
+        self._bias = None if bias is None else bias.contiguous()
         self._is_packed = _can_pack(weight)
         if self._is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
@@ -51,7 +51,7 @@ class Linear:
         if x.is_cuda and x.is_contiguous() and x.dtype == self._weight.dtype:
             product = self._product(x)
             if product is not None:
-                return product if self._bias is None else product + self._bias
+                return product
         return functional.linear(x, self._weight, self._bias)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor | None:
@@ -70,13 +70,14 @@ class Linear:
         return self(x)
 
     def _product(self, x: Tensor) -> Tensor | None:
-        """Return ``x @ weight.T`` by a kernel other than torch's; ``None``: there is none."""
+        """Return what is asked for by a kernel other than torch's; ``None``: there is none."""
         num_rows = x.shape[0]
         if num_rows == 1:
             row = _load_cuda()
-            return (
-                None if row is None or x.dtype not in row.DTYPES else row.product(x, self._weight)
-            )
+            if row is None or x.dtype not in row.DTYPES:
+                return None
+            product: Tensor = row.product(x, self._weight, self._bias)
+            return product
         kernel = None if self._kernels is None else self._kernels.find(num_rows)
         if kernel is None:
             return None

@@ -16,6 +16,7 @@ from mstar.engine.resources.encoder.manager import EncoderPlan
 from mstar.engine.resources.step import NodeStep
 from mstar.errors import UnsupportedError
 from mstar.models.fields import Fields
+from mstar.models.fused import LayerNorm
 from mstar.models.items import item_of, tensor_of
 from mstar.models.linear import Linear
 from mstar.models.parts import ENCODER
@@ -83,26 +84,14 @@ def vision_config(fields: Fields) -> VisionConfig:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """Layer normalisation over the last axis."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     """One layer's weights."""
 
-    attention_norm: _Norm
+    attention_norm: LayerNorm
     qkv: Linear
     output: Linear
-    mlp_norm: _Norm
+    mlp_norm: LayerNorm
     up: Linear
     down: Linear
 
@@ -133,9 +122,9 @@ class Tower:
         self._norm = self._take_norm("post_layernorm", weights)
         self._activation = _ACTIVATIONS[config.activation]
 
-    def _take_norm(self, name: str, weights: Weights) -> _Norm:
+    def _take_norm(self, name: str, weights: Weights) -> LayerNorm:
         width = self.config.hidden_size
-        return _Norm(
+        return LayerNorm(
             weights.take(f"{name}.weight", width),
             weights.take(f"{name}.bias", width),
             self.config.norm_eps,

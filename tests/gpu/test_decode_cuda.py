@@ -97,6 +97,7 @@ def test_every_segment_gets_what_the_formula_gives(
 
 
 def test_slots_are_dealt_out_only_while_that_fills_the_device(kernels: Any) -> None:
-    assert [kernels.num_splits(size, 8) for size in (1, 2, 4, 8, 16, 32, 64, 256)] == [
-        32, 32, 16, 8, 4, 2, 1, 1,
+    assert [kernels.num_splits(size, 8, 128) for size in (1, 2, 4, 8, 16, 32, 40, 64, 256)] == [
+        32, 32, 16, 8, 4, 2, 1, 1, 1,
     ]  # fmt: skip
+    assert [kernels.num_splits(size, 20, 64) for size in (1, 8, 16, 32)] == [32, 4, 2, 1]

@@ -9,7 +9,7 @@ from torch.nn import functional
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.position.rope import Rotation
-from mstar.models.fused import RMSNorm, gated, rotate_and_store
+from mstar.models.fused import LayerNorm, RMSNorm, gated, rotate_and_store
 from mstar.models.linear import Linear
 
 pytestmark = [
@@ -50,8 +50,44 @@ def test_norm_adds_and_normalises_what_was_stored(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1280), (33, 576), (7, 128), (3, 9, 80), (0, 64)], ids=str)
+def test_layer_norm_adds_and_normalises_what_was_stored(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weight, bias = (randn(shape[-1], dtype=dtype, seed=seed) for seed in (1, 4))
+    norm = LayerNorm(weight, bias, 1e-5)
+    # Far from 0, so that squares less the mean's would lose what matters.
+    x, added = 9 + randn(*shape, dtype=dtype, seed=2), randn(*shape, dtype=dtype, seed=3)
+    total = (x.float() + added.float()).to(dtype)
+    out = norm.add(x, added)
+    assert torch.equal(x, total)
+    wide = total.double()
+    apart = wide - wide.mean(-1, keepdim=True)
+    scale = (apart.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    # The mean of numbers up to 16 is a rounding of theirs off, times weights up to 4.
+    expected = apart * scale * weight.double() + bias.double()
+    step = ROUNDING[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=step, atol=max(step / 8, 2**-17))
+    assert torch.equal(norm(total), out)
+    assert torch.equal(x, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (300, 576), (5, 7), (1, 1500)])
+@pytest.mark.parametrize(
+    "shape",
+    # Programs of every size.
+    [
+        (9000, 4096),
+        (4096, 14336),
+        (300, 576),
+        (5, 7),
+        (1, 1500),
+        (2050, 1280),
+        (2051, 999),
+        (3, 2000),
+    ],
+)
 def test_one_row_times_a_weight_is_the_formula(
     shape: tuple[int, int], has_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -61,8 +97,7 @@ def test_one_row_times_a_weight_is_the_formula(
     x = randn(1, shape[1], dtype=dtype, seed=2)
     expected = x.double() @ weight.double().t()
     if bias is not None:
-        # The product is stored before the bias is added to it.
-        expected = expected.to(dtype).double() + bias.double()
+        expected += bias.double()
     out = Linear(weight, bias)(x)
     step = 2 * ROUNDING[dtype]
     torch.testing.assert_close(out.double(), expected, rtol=step, atol=step)
@@ -92,10 +127,10 @@ def test_gate_gives_the_formula(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("interleave", [False, True, None], ids=["halves", "pairs", "not"])
 @pytest.mark.parametrize("shape", [(1, 32, 8, 128), (70, 9, 3, 64), (5, 3, 1, 80)], ids=str)
-def test_heads_are_rotated_and_stored(
-    shape: tuple[int, int, int, int], interleave: bool, dtype: torch.dtype
+def test_heads_are_rotated_or_not_and_stored(
+    shape: tuple[int, int, int, int], interleave: bool | None, dtype: torch.dtype
 ) -> None:
     num_tokens, num_heads, num_kv_heads, dim = shape
     qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
@@ -116,16 +151,18 @@ def test_heads_are_rotated_and_stored(
         slots=slots,
         **dict.fromkeys(("qo_lens", "qo_indptr", "kv_lens", "page_table")),  # type: ignore[arg-type]
     )
-    rotation = Rotation(rows, interleave=interleave, dtype=None)
-    position = PositionPlan(torch.arange(num_tokens, device="cuda"), (rotation,), None)
+    rotations = () if interleave is None else (Rotation(rows, interleave=interleave, dtype=None),)
+    layers = (None, None) if interleave is None else None
+    position = PositionPlan(torch.arange(num_tokens, device="cuda"), rotations, layers)
     query = rotate_and_store(qkv, num_heads, position, kv, 1)
+    assert query.is_contiguous()
 
     wide = before[:, : num_heads + num_kv_heads].double()
     pairs = wide.unflatten(-1, (-1, 2)) if interleave else wide.unflatten(-1, (2, -1)).mT
     cos, sin = rows.double()[:, None].chunk(2, -1)
     turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
     parts = torch.view_as_real(turned)
-    expected = (parts if interleave else parts.mT).flatten(-2)
+    expected = wide if interleave is None else (parts if interleave else parts.mT).flatten(-2)
     assert_rounded(query, expected[:, :num_heads])
     stored = keys[1].view(-1, num_kv_heads, dim)
     assert_rounded(stored[slots], expected[:, num_heads:])

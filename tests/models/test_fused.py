@@ -17,7 +17,7 @@ from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 from mstar.engine.resources.position.config import RopeParams
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.position.rope import CosSinTable, Rotation
-from mstar.models.fused import RMSNorm, gated, rotate_and_store
+from mstar.models.fused import LayerNorm, RMSNorm, gated, rotate_and_store
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = (0, 1, 2, 33)
@@ -103,6 +103,30 @@ def test_residual_sum_is_left_in_its_place(
     assert torch.equal(given_added, added)
     # From the sum as it is stored: the next layer must see what this one normalised.
     assert_near(found, norm_formula((x + added).double(), weight.double(), 1e-5))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [2, 33, 577])
+def test_layer_norm_is_the_formula_of_the_sum_as_it_is_stored(
+    lay: Lay, dtype: torch.dtype, rows: int, width: int
+) -> None:
+    weight, bias = (values(width, dtype=dtype, seed=seed) for seed in (1, 4))
+    x, added = (values(rows, width, dtype=dtype, seed=seed) for seed in (2, 3))
+    given, given_added = lay(x), lay(added)
+    norm = LayerNorm(weight, bias, 1e-2)
+    found = norm.add(given, given_added)
+    total = x + added
+    assert torch.equal(given, total)
+    assert torch.equal(given_added, added)
+    assert torch.equal(norm(given), found)
+    assert torch.equal(given, total)
+    apart = total.double() - total.double().mean(-1, keepdim=True)
+    scale = (apart.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
+    expected = apart * scale * weight.double() + bias.double()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=4 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

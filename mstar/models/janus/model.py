@@ -6,7 +6,7 @@ prompt and one without, are computed in one forward, and the codes follow what t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from mstar.models import decoder
 from mstar.models.base import Description, TextModel
 from mstar.models.checkpoint import Checkpoint
 from mstar.models.decoder import DecoderModel, Progress, Rows
+from mstar.models.fused import LayerNorm
 from mstar.models.items import ItemDecoderNode, item_of, tensor_of
 from mstar.models.janus.config import (
     GUIDANCE,
@@ -107,16 +108,6 @@ def _linear(take: Take, name: str, inner: int, outer: int) -> Linear:
     return Linear(take(f"{name}.weight", outer, inner), take(f"{name}.bias", outer))
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerNorm:
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
 class _VisionLayer:
     """One layer of the vision model."""
 
@@ -146,9 +137,9 @@ class _VisionLayer:
         return x + self._fc2(self._activation(self._fc1(self._norm2(x))))
 
 
-def _norm(take: Take, name: str, config: VisionConfig) -> _LayerNorm:
+def _norm(take: Take, name: str, config: VisionConfig) -> LayerNorm:
     weight = take(f"{name}.weight", config.hidden_size)
-    return _LayerNorm(weight, take(f"{name}.bias", config.hidden_size), config.norm_eps)
+    return LayerNorm(weight, take(f"{name}.bias", config.hidden_size), config.norm_eps)
 
 
 class JanusEncoder(Node):

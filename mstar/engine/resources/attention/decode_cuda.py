@@ -15,8 +15,10 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16)
 """Queries and caches that the kernel takes."""
 
-_NUM_PROGRAMS = 512
-"""Programs that a device is given, where splitting segments makes so many."""
+_NUM_PROGRAMS, _NUM_SMALL_PROGRAMS = 512, 640
+"""Programs that a device is given, where splitting segments makes so many; the latter are of heads
+of 64 elements or fewer, of which a program reads less at a time."""
+_SMALL_DIM = 64
 _MAX_SPLITS = 32
 
 
@@ -33,13 +35,14 @@ class Pages(NamedTuple):
     """``[B * num_kv_heads]``: counts programs that are done; zeros before and behind a call."""
 
 
-def num_splits(num_segments: int, num_kv_heads: int) -> int:
+def num_splits(num_segments: int, num_kv_heads: int, dim: int) -> int:
     """Return among how many programs the slots of one segment are dealt out; a power of 2.
 
     It follows from nothing else, so that a recording serves streams of any length.
     """
+    most = _NUM_SMALL_PROGRAMS if dim <= _SMALL_DIM else _NUM_PROGRAMS
     splits = 1
-    while 2 * splits * num_segments * num_kv_heads <= _NUM_PROGRAMS and splits < _MAX_SPLITS:
+    while 2 * splits * num_segments * num_kv_heads <= most and splits < _MAX_SPLITS:
         splits *= 2
     return splits
 
@@ -67,7 +70,7 @@ def decode(
     """
     num_segments, num_heads, dim = query.shape
     _, page_size, num_kv_heads, _ = keys.shape
-    splits = num_splits(num_segments, num_kv_heads)
+    splits = num_splits(num_segments, num_kv_heads, dim)
     out = torch.empty_like(query)
     sums, extents = out, out
     if splits > 1:
