@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -88,6 +88,18 @@ class Batch:
         if self.chunks is not None:
             return self.of_visits(self.node, [(self.requests[index], self.chunks[index])])
         return self.of(self.node, [(self.requests[index], self.segments[index].span)])
+
+    def split(self) -> Self:
+        """Return the same step as segments of one token each, their requests named as often."""
+        spans = [segment.span for segment in self.segments]
+        ends = list(accumulate(spans))
+        return type(self)(
+            self.node,
+            tuple(own for own, span in zip(self.requests, spans, strict=True) for _ in range(span)),
+            tuple(s._replace(span=1) for s in self.segments for _ in range(s.span)),
+            tuple(ends[index] - 1 for index in self.yielding),
+            is_decode=False,
+        )
 
     def last_rows(self) -> npt.NDArray[np.int64]:
         """Return where the last token of each yielding request stands among all tokens."""

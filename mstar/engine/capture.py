@@ -37,8 +37,9 @@ class RecordableNode(Node):
     num_streams = 1
     """Streams of a request that a step computes; its segments are those of one stream of all
     requests after the other."""
-    reads_tokens = False
-    """Whether ``launch`` reads its requests' tokens, for which it waits until they are there."""
+    splits_prompts = False
+    """Whether tokens of a prompt may be segments of their own in a step of single tokens. They
+    are ids then, in one stream, one position behind the other."""
 
     def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Return the ids of a step, one a segment."""
@@ -59,6 +60,14 @@ class RecordableNode(Node):
         Args:
             ids: int64 ``[num_segments]``, on the device.
             plans: As ``forward`` takes them.
+        """
+
+    def note(self, batch: Batch, rows: Tensor) -> None:
+        """Take note of what a step gives all its tokens; by default nothing is done.
+
+        Args:
+            batch: The step, which nobody launched ahead.
+            rows: What ``compute`` gave, a row for each token of each segment.
         """
 
     @abstractmethod
@@ -218,9 +227,10 @@ class Recorder:
 
     def size_for(self, batch: Batch) -> int | None:
         """Return the size that holds the batch; ``None``: it does not fit any."""
-        if not batch.is_decode:
-            return None
-        return next((size for size in self._sizes if size >= len(batch.segments)), None)
+        return self._size_for(len(batch.segments)) if batch.is_decode else None
+
+    def _size_for(self, num_segments: int) -> int | None:
+        return next((size for size in self._sizes if size >= num_segments), None)
 
     def run(
         self, batch: Batch, step: NodeStep, flight: Flight | None = None, goes_on: bool = False
@@ -238,7 +248,7 @@ class Recorder:
             The step's output, and what was launched behind it.
         """
         if not batch.is_decode:
-            output = self._run_pieces(batch, step)
+            output = self._run_pieces(batch, step) or self._run_split(batch)
             return None if output is None else (output, None)
         rows = None
         if flight is not None and flight.revision == self._revision():
@@ -249,7 +259,7 @@ class Recorder:
         if flight is None:
             return None
         following = None
-        if goes_on and not self._node.reads_tokens:
+        if goes_on:
             tokens = flight.pending.tokens
             if len(rows) < len(tokens):
                 tokens = tokens[send(np.array(rows), self._device)]
@@ -263,21 +273,51 @@ class Recorder:
         plans = None if size is None else self._plan(size, step, 0 if before is None else 1)
         if size is None or plans is None:
             return None
-        recording, count = self._recordings[size], self._node.num_streams * len(batch.segments)
-        ids = recording.ids
         if before is None:
-            self._sent.wait()
-            ids.array[:count] = self._node.ids(batch)
-            ids.send(count)
-            self._sent.set()
+            rows = self._replay(size, self._node.ids(batch))
+            self._node.note(batch, rows)
         else:
-            # A row that failed has no token; it is computed with another, and not read.
-            targets = ids.tensor[:count].view(-1, len(before))
-            torch.clamp(before.expand_as(targets), min=0, out=targets)
+            rows = self._replay_behind(size, before)
+        pending = self._node.launch(batch, rows, plans, before)
+        return Flight(batch=batch, pending=pending, revision=self._revision())
+
+    def _replay(self, size: int, ids: npt.NDArray[np.int64]) -> Tensor:
+        """Queue a planned step of ids, and return what it gives them."""
+        recording = self._recordings[size]
+        self._sent.wait()
+        recording.ids.array[: len(ids)] = ids
+        recording.ids.send(len(ids))
+        self._sent.set()
         recording.graph.replay()
         self.num_replays += 1
-        pending = self._node.launch(batch, recording.rows[:count], plans, before)
-        return Flight(batch=batch, pending=pending, revision=self._revision())
+        return recording.rows[: len(ids)]
+
+    def _replay_behind(self, size: int, before: Tensor) -> Tensor:
+        """Do the same with tokens that are on the device, in all streams."""
+        recording, count = self._recordings[size], self._node.num_streams * len(before)
+        # A row that failed has no token; it is computed with another, and not read.
+        targets = recording.ids.tensor[:count].view(-1, len(before))
+        torch.clamp(before.expand_as(targets), min=0, out=targets)
+        recording.graph.replay()
+        self.num_replays += 1
+        return recording.rows[:count]
+
+    def _run_split(self, batch: Batch) -> NodeOutput | None:
+        """Replay a step of few tokens as one of so many segments; ``None`` if it does not fit."""
+        node = self._node
+        if not node.splits_prompts or _has_items(batch):
+            return None
+        ids = batch.token_ids()
+        size = self._size_for(len(ids))
+        plans = None if size is None else self._plan(size, node.declare(batch.split()))
+        if size is None or plans is None:
+            return None
+        rows = self._replay(size, ids)
+        node.note(batch, rows)
+        if not batch.yielding:
+            return NodeOutput(token_ids=())
+        last = send(batch.last_rows(), self._device)
+        return node.launch(batch, rows[last], plans).fetch()
 
     def _run_pieces(self, batch: Batch, step: NodeStep) -> NodeOutput | None:
         """Replay a step of several tokens a segment; ``None`` if it does not fit."""

@@ -177,6 +177,8 @@ class Runner:
 
     def open(self, request: Request) -> Refusal | None:
         """Begin a request in its resources, behind what all of them can reuse."""
+        # What is under way may be a step of its last leg, which is not the one that comes now.
+        self._flight = None
         resources, openings = self._resources_of(request), self._openings(request)
         for opening in openings:
             opening.sources.clear()

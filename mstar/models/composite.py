@@ -147,7 +147,7 @@ class _RecordableScoped(_Scoped, RecordableNode):
     def __init__(self, scope: Scope, node: RecordableNode) -> None:
         super().__init__(scope, node)
         self.num_streams = node.num_streams
-        self.reads_tokens = node.reads_tokens
+        self.splits_prompts = node.splits_prompts
 
     def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self.inner.ids(batch)
@@ -157,6 +157,9 @@ class _RecordableScoped(_Scoped, RecordableNode):
 
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         return self.inner.compute(ids, self._own(plans))
+
+    def note(self, batch: Batch, rows: Tensor) -> None:
+        self.inner.note(batch, rows)
 
     def launch(
         self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None

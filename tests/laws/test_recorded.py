@@ -12,9 +12,10 @@ from mstar.engine.resources.mirror import Fence
 from tests.engine.test_overlap import CPU, CpuRecorder, as_on_a_device
 from tests.laws.families import Family, family_of
 from tests.laws.watching import Desk, RecordedWatcher, assert_same
+from tests.models.whisper_folder import SLOTS
 
 NAMES = ("whisper", "janus-paints")
-"""Families with a node that reads tokens, and with one of two streams beside another."""
+"""Families with rules that go by tokens, and with a node of two streams beside another."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def test_requests_get_what_they_get_step_by_step(name: str, budget: int) -> None
         for key, answer in answers.items():
             assert_same(answer, known[key])
         assert all(recorder.num_replays > 5 * (turn + 1) for recorder in recorders)
-    assert any(recorder.num_ahead > 0 for recorder in recorders) == (name != "whisper")
+    assert any(recorder.num_ahead > 0 for recorder in recorders)
     assert desk.largest_batch > 2
 
 
@@ -77,3 +78,37 @@ def test_what_follows_a_cached_prompt_is_replayed_or_not_alike(name: str) -> Non
     ask = family.at(family.offsets[-1], 1, 1)
     for _ in range(2):
         assert_same(desk.ask(ask), plain.ask(ask))
+
+
+def test_what_was_launched_for_a_window_is_not_read_for_the_next() -> None:
+    """Pages of one slot leave one token of every prompt to compute, as in a decode step."""
+    family = family_of("whisper")
+    desk, (recorder,) = recorded(family, page_size=1)
+    plain = Desk(family.model, attention_backend="sdpa", page_size=1)
+    for ask in family.asks:
+        for _ in range(2):
+            ahead = recorder.num_ahead
+            assert_same(desk.ask(ask), plain.ask(ask))
+            assert recorder.num_ahead > ahead
+
+
+@pytest.mark.parametrize("budget", [2048, SLOTS])
+def test_prompts_of_few_tokens_are_replayed_as_so_many_segments(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    family = family_of("whisper")
+    numbers = {"max_num_seqs": 64, "max_num_batched_tokens": budget}
+    desk, (recorder,) = recorded(family, **numbers)
+    plain = Desk(family.model, attention_backend="sdpa", **numbers)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a step was not replayed")
+
+    monkeypatch.setattr(desk.watchers["decoder"], "forward", refuse)
+    for place, ask in enumerate(family.asks):
+        desk.add(str(place), ask)
+        plain.add(str(place), ask)
+    answers, known = desk.drain(), plain.drain()
+    for key, answer in answers.items():
+        assert_same(answer, known[key])
+    assert recorder.num_replays > recorder.num_ahead > 0

@@ -83,21 +83,21 @@ class Watcher(Node):
         kept: list[Tensor] = []
         if self._key is not None:
             plans = self._keeping(plans, kept)
-        return self.note(batch, self._inner.forward(batch, plans), kept)
+        return self.keep(batch, self._inner.forward(batch, plans), kept)
 
     def _keeping(self, plans: Mapping[str, Any], kept: list[Tensor]) -> dict[str, Any]:
         assert self._key is not None
         sampler = KeepingSampler(plans[self._key], lambda logits: kept.append(logits.clone()))
         return {**plans, self._key: sampler}
 
-    def note(self, batch: Batch, output: NodeOutput, kept: list[Tensor]) -> NodeOutput:
+    def keep(self, batch: Batch, output: NodeOutput, kept: list[Tensor]) -> NodeOutput:
         """Keep what a step chose, and from what."""
         self.sizes.append(len(batch.requests))
         self.num_encoded += len(batch.items)
         for place, index in enumerate(batch.yielding):
             request = batch.requests[index]
             # Of one that has gone on since the step was launched nobody asks it.
-            is_over = request.status is RequestStatus.FINISHED
+            is_over = request.status is not RequestStatus.RUNNING
             if is_over or batch.node not in request.cursor.ready():
                 continue
             name = request.request_id
@@ -114,7 +114,7 @@ class RecordedWatcher(Watcher, RecordableNode):
     def __init__(self, inner: RecordableNode, sampler_key: str | None) -> None:
         super().__init__(inner, sampler_key)
         self.num_streams = inner.num_streams
-        self.reads_tokens = inner.reads_tokens
+        self.splits_prompts = inner.splits_prompts
 
     def ids(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._inner.ids(batch)
@@ -122,13 +122,16 @@ class RecordedWatcher(Watcher, RecordableNode):
     def compute(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         return self._inner.compute(ids, plans)
 
+    def note(self, batch: Batch, rows: Tensor) -> None:
+        self._inner.note(batch, rows)
+
     def launch(
         self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
     ) -> Pending:
         self.last = batch
         kept: list[Tensor] = []
         pending = self._inner.launch(batch, rows, self._keeping(plans, kept), before)
-        return _Noted(pending, lambda output: self.note(batch, output, kept))
+        return _Noted(pending, lambda output: self.keep(batch, output, kept))
 
 
 class _Noted(Pending):

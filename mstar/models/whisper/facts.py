@@ -13,7 +13,6 @@ of Radford et al. 2022, arXiv:2212.04356, and of the code published with it:
 """
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -71,17 +70,16 @@ class Facts:
             if len(self._known) > _MAX_KNOWN:
                 del self._known[next(iter(self._known))]
 
-    def note_sampled(self, requests: Iterable[Request], logprobs: Iterable[float]) -> None:
-        """Take note of one step's tokens.
+    def note_sampled(self, request: Request, logprob: float) -> None:
+        """Take note of a token.
 
         Args:
-            requests: One a row.
-            logprobs: Of the token that each was given, in what the rules leave of its logits.
+            request: Which was given it.
+            logprob: Of the token, in what the rules leave of the logits.
         """
-        for request, logprob in zip(requests, logprobs, strict=True):
-            # At the token's own place, so that a step that is run again changes nothing.
-            place = len(request.tokens) - request.num_prompt_tokens
-            self._window(request).logprobs[place:] = [logprob]
+        # At the token's own place, so that a step that is run again changes nothing.
+        place = len(request.tokens) - request.num_prompt_tokens
+        self._window(request).logprobs[place:] = [logprob]
 
     def told(self, request: Request, text: str) -> dict[str, float]:
         """Return what is known of a window that has its last token, by name.

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -22,7 +23,14 @@ from mstar.engine.graph import Cursor, Edge, Graph, Loop, Run
 from mstar.engine.model import Leg, Model
 from mstar.engine.output import Emitted
 from mstar.engine.overlap import Pending
-from mstar.engine.request import Component, ContextItem, PreparedRequest, Request, RequestItem
+from mstar.engine.request import (
+    Component,
+    ContextItem,
+    PreparedRequest,
+    Request,
+    RequestItem,
+    RequestStatus,
+)
 from mstar.engine.resources.attention.config import (
     AttentionConfig,
     AttentionSpec,
@@ -38,7 +46,7 @@ from mstar.engine.resources.cross_attention.config import (
 from mstar.engine.resources.cross_attention.manager import CrossAttentionPlan
 from mstar.engine.resources.kv.config import KVConfig, KVSpec, KVStep
 from mstar.engine.resources.kv.keys import fingerprint
-from mstar.engine.resources.mirror import send
+from mstar.engine.resources.mirror import Fetch, send
 from mstar.engine.resources.position.config import PositionConfig, PositionSpec, PositionStep
 from mstar.engine.resources.position.manager import PositionPlan
 from mstar.engine.resources.sampler.config import (
@@ -106,6 +114,8 @@ class WhisperEncoder(Node):
 
     def __init__(self, encoder: Encoder, config: WhisperConfig) -> None:
         self.encoder = encoder
+        # On a CPU several windows take as much longer, and whoever generates meanwhile waits.
+        self.max_batch = 1 if encoder.device.type == "cpu" else None
         self._config = config
         self.num_encoded = 0
         """Windows that it was run on."""
@@ -118,22 +128,21 @@ class WhisperEncoder(Node):
     def forward(self, batch: Batch, plans: Mapping[str, Any]) -> NodeOutput:
         """Encode the batch's windows."""
         cross: CrossAttentionPlan = plans[_CROSS]
-        for request, item in zip(batch.requests, batch.items, strict=True):
-            encoded = self.encoder.encode(self._window(item))
-            for layer in range(self._config.decoder.num_layers):
-                keys, values = self.encoder.keys_values(encoded, layer)
-                cross.store(_item_of(request, item), layer, keys, values)
-            self.num_encoded += 1
+        windows = np.stack([self._window(item) for item in batch.items])
+        encoded = self.encoder.encode(send(windows, self.encoder.device))
+        for layer in range(self._config.decoder.num_layers):
+            cross.store(layer, *self.encoder.keys_values(encoded, layer))
+        self.num_encoded += len(batch.items)
         return NodeOutput(token_ids=())
 
-    def _window(self, item: RequestItem) -> Tensor:
+    def _window(self, item: RequestItem) -> npt.NDArray[np.float32]:
         """Return the features of a window, zeros behind the recording's end."""
         features, start = (to_numpy(item.inputs[name]) for name in ("features", "start"))
         first, num_frames = int(start[0]), self._config.num_frames
         part = features[:, first : first + num_frames]
         window = np.zeros((len(features), num_frames), np.float32)
         window[:, : part.shape[1]] = part
-        return torch.from_numpy(window)
+        return window
 
 
 class _PendingText(Pending):
@@ -141,13 +150,13 @@ class _PendingText(Pending):
 
     Args:
         sampling: Of them.
-        logprobs: float32 ``[num_requests]``: what the rules leave says of each.
+        logprobs: float32 ``[num_requests]``, on its way: what the rules leave says of each.
         requests: One a token.
         facts: Where it is noted how sure the decoder was.
     """
 
     def __init__(
-        self, sampling: Sampling, logprobs: Tensor, requests: Sequence[Request], facts: Facts
+        self, sampling: Sampling, logprobs: Fetch, requests: Sequence[Request], facts: Facts
     ) -> None:
         self.tokens = sampling.tokens
         self._sampling = sampling
@@ -157,7 +166,11 @@ class _PendingText(Pending):
 
     def fetch(self) -> NodeOutput:
         sampled = self._sampling.fetch()
-        self._facts.note_sampled(self._requests, self._logprobs.tolist())
+        (logprobs,) = self._logprobs.wait()
+        for request, logprob in zip(self._requests, logprobs.tolist(), strict=True):
+            # Who has ended since was sampled for in vain.
+            if request.status is RequestStatus.RUNNING:
+                self._facts.note_sampled(request, logprob)
         return NodeOutput(
             token_ids=sampled.token_ids.tolist(),
             logprobs=sampled.logprobs,
@@ -174,12 +187,14 @@ class WhisperDecoder(RecordableNode):
         facts: Where it leaves how sure it was.
     """
 
-    reads_tokens = True
+    splits_prompts = True
 
     def __init__(self, decoder: Decoder, rules: Rules, facts: Facts) -> None:
         self.decoder = decoder
         self._rules = rules
         self.facts = facts
+        device = decoder.device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def declare(self, batch: Batch) -> NodeStep:
         """Ask for attention to the stream and to its window, and a token where one is due."""
@@ -205,8 +220,7 @@ class WhisperDecoder(RecordableNode):
         decoder = self.decoder
         ids = send(batch.token_ids(), decoder.device)
         hidden = self._hidden(ids, plans)
-        if not batch.is_decode:
-            self._note_starts(batch, lambda place: decoder.logits(hidden[place : place + 1])[0])
+        self._note_starts(batch, lambda place: decoder.logits(hidden[place : place + 1])[0])
         if not batch.yielding:
             return NodeOutput(token_ids=())
         if len(batch.yielding) != len(ids):
@@ -220,23 +234,24 @@ class WhisperDecoder(RecordableNode):
     def _hidden(self, ids: Tensor, plans: Mapping[str, Any]) -> Tensor:
         position: PositionPlan = plans["position"]
         x = self.decoder.embed(ids, position.ids)
-        return self.decoder.hidden(x, plans["kv"], plans["attention"], plans[_CROSS])
+        return self.decoder.hidden(x, position, plans["kv"], plans["attention"], plans[_CROSS])
+
+    def note(self, batch: Batch, rows: Tensor) -> None:
+        """Take note of the logits with which windows begin."""
+        self._note_starts(batch, rows.__getitem__)
 
     def launch(
         self, batch: Batch, rows: Tensor, plans: Mapping[str, Any], before: Tensor | None = None
     ) -> Pending:
         """Sample from what the rules leave of logits."""
-        assert before is None, "what may come next follows from tokens that nobody has read"
-        if batch.is_decode:
-            self._note_starts(batch, rows.__getitem__)
         requests = [batch.requests[index] for index in batch.yielding]
         logits = rows.to(torch.float32, copy=True)
-        self._rules.restrict_(logits, [_asked(request) for request in requests])
+        self._rules.restrict_(logits, [_asked(request) for request in requests], before)
         sampler: SamplerPlan = plans["sampler"]
-        sampling = sampler.launch(logits)
+        sampling = sampler.launch(logits, before)
         chosen = sampling.tokens.clamp(min=0)[:, None]
         logprobs = logits.log_softmax(1).gather(1, chosen)[:, 0]
-        return _PendingText(sampling, logprobs, requests, self.facts)
+        return _PendingText(sampling, Fetch((logprobs,), self._copies), requests, self.facts)
 
     def _note_starts(self, batch: Batch, logits_of: Callable[[int], Tensor]) -> None:
         """Take note of the logits with which windows begin, where the step computes them.

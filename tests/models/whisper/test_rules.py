@@ -72,6 +72,27 @@ def test_rules_are_those_of_transformers(asked: list[Asked], seed: int, lift: fl
     assert torch.equal(logits, torch.stack(wanted))
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    asked=st.lists(TRANSCRIPTS, min_size=1, max_size=6),
+    unread=st.lists(st.integers(-1, 20) | st.integers(27, VOCAB - 1), min_size=6, max_size=6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_token_that_nobody_has_read_counts_as_one_that_is_read(
+    asked: list[Asked], unread: list[int], seed: int
+) -> None:
+    logits = torch.randn(len(asked), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    before = torch.tensor(unread[: len(asked)])
+    read = [
+        own._replace(generated=[*own.generated, token])
+        for own, token in zip(asked, before.tolist(), strict=True)
+    ]
+    wanted = logits.clone()
+    RULES.restrict_(wanted, read)
+    RULES.restrict_(logits, asked, before)
+    assert torch.equal(logits, wanted)
+
+
 def language(logits: torch.Tensor) -> torch.Tensor:
     best = 22 if logits[22] >= logits[23] else 23
     return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([best]), 0.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from mstar.engine.resources.cross_attention.config import (
     CrossAttentionStep,
 )
 from mstar.engine.resources.kv.layout import KVLayout, KVPlan
+from mstar.engine.resources.mirror import send
 from mstar.engine.resources.step import ResourceStep, Segment
 
 DEFAULT_BYTES = 512 << 20
@@ -46,34 +48,34 @@ class CrossAttentionPlan:
     Args:
         pool: Where keys and values lie.
         attention: Of the step's segments; ``None``: the step reads nothing.
-        places: Pages of the outputs that the step makes.
+        slots: int64, on the pool's device: those of the outputs that the step makes, one after
+            the other, counted from the pool's first; ``None``: it makes none.
     """
 
     def __init__(
-        self,
-        pool: "_Pool",
-        attention: AttentionPlan | None,
-        places: Mapping[bytes, list[int]],
+        self, pool: "_Pool", attention: AttentionPlan | None, slots: Tensor | None
     ) -> None:
         self._pool = pool
         self._attention = attention
-        self._places = places
-        self._num_left = dict.fromkeys(places, pool.layout.num_layers)
+        self._slots = slots
+        self._left = set(range(pool.layout.num_layers))
+        """Layers that are not written yet."""
 
-    def store(self, item: Item, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's keys and values of an item.
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's keys and values of all items that the step makes.
 
         Args:
-            item: One of those that the step makes.
             layer: Index of the layer.
-            keys: ``[length, num_kv_heads, head_dim]``, of any floating dtype.
+            keys: ``[num_slots, num_kv_heads, head_dim]``, of any floating dtype, the items' one
+                after the other in the step's order.
             values: The same shape.
         """
+        assert self._slots is not None, "the step makes no output"
         layout = self._pool.layout
-        expected = (item.length, layout.num_kv_heads, layout.head_dim)
+        expected = (len(self._slots), layout.num_kv_heads, layout.head_dim)
         assert keys.shape == values.shape == expected, (keys.shape, values.shape, expected)
-        self._pool.write(layer, self._places[item.name], keys, values)
-        self._num_left[item.name] -= 1
+        self._pool.write(layer, self._slots, keys, values)
+        self._left.remove(layer)
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         """Return what each token of the step finds in its segment's output, all slots seen.
@@ -88,10 +90,9 @@ class CrossAttentionPlan:
         assert self._attention is not None, "the step reads no output"
         return self._attention.run(layer, query)
 
-    def check_written(self, item: Item) -> None:
-        """Verify that every layer of an item was written once."""
-        left = self._num_left[item.name]
-        assert left == 0, f"{left} layers of {item} are not written"
+    def check_written(self) -> None:
+        """Verify that every layer was written."""
+        assert not self._left, f"layers {sorted(self._left)} of what the step makes are not written"
 
 
 class _Pool:
@@ -107,13 +108,10 @@ class _Pool:
         ]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
-    def write(self, layer: int, pages: list[int], keys: Tensor, values: Tensor) -> None:
-        """Put one layer of an output into its pages."""
-        size = self.layout.page_size
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put one layer of outputs into their slots."""
         for pool, content in ((self.keys[layer], keys), (self.values[layer], values)):
-            for index, page in enumerate(pages):
-                part = content[index * size : (index + 1) * size]
-                pool[page, : len(part)].copy_(part)
+            pool.flatten(0, 1).index_copy_(0, slots, content.to(pool.dtype))
 
 
 class CrossAttentionManager(OutputStore):
@@ -235,13 +233,13 @@ class CrossAttentionManager(OutputStore):
         """Return where outputs are put, or how the segments attend to them."""
         assert isinstance(step, CrossAttentionStep), type(step).__name__
         if not step.read:
-            places = {item.name: self._outputs[item.name].pages for item in step.made}
-            self._plan = CrossAttentionPlan(self._pool, None, places)
+            slots = send(self._slots_of(step.made), self._pool.layout.device)
+            self._plan = CrossAttentionPlan(self._pool, None, slots)
             return self._plan
         last = self._read
         if last is not None and last[0] is segments and last[1] == step.read:
             return last[2]
-        plan = CrossAttentionPlan(self._pool, self._attention(segments, step.read), {})
+        plan = CrossAttentionPlan(self._pool, self._attention(segments, step.read), None)
         self._read = (segments, step.read, plan)
         return plan
 
@@ -260,14 +258,15 @@ class CrossAttentionManager(OutputStore):
         kv_plan = self._kv_plan([1] * size, self._outputs_of(segments, step.read))
         # One token that stands last sees all slots, causal or not.
         attention = self._backend.plan_fixed(kv_plan, (True,) * size)
-        return None if attention is None else CrossAttentionPlan(self._pool, attention, {})
+        return None if attention is None else CrossAttentionPlan(self._pool, attention, None)
 
     def commit(self, segments: tuple[Segment, ...], step: ResourceStep) -> None:
         """Let what was made be found."""
         assert isinstance(step, CrossAttentionStep), type(step).__name__
-        for item in step.made:
+        if step.made:
             assert self._plan is not None, "a step commits before it is planned"
-            self._plan.check_written(item)
+            self._plan.check_written()
+        for item in step.made:
             output = self._outputs[item.name]
             output.is_written, output.is_stale = True, False
             self._outputs.move_to_end(item.name)
@@ -298,6 +297,16 @@ class CrossAttentionManager(OutputStore):
                 f"output {name.hex()} is kept for nobody"
             )
             assert output.owners or self.is_reuse_enabled, "an output is kept without reuse"
+
+    def _slots_of(self, items: Sequence[Item]) -> npt.NDArray[np.int64]:
+        """Return where items' outputs lie, slot by slot."""
+        size = self.config.page_size
+        own = []
+        for item in items:
+            pages = np.array(self._outputs[item.name].pages, np.int64)
+            slots = pages[:, None] * size + np.arange(size)
+            own.append(slots.flatten()[: item.length])
+        return np.concatenate(own or [np.empty(0, np.int64)])
 
     def _attention(self, segments: tuple[Segment, ...], names: tuple[bytes, ...]) -> AttentionPlan:
         """Return the attention of segments over the outputs of these names."""

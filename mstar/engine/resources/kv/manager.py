@@ -568,6 +568,7 @@ class KVManager(Resource):
     def _grow_ahead(self, where: Rows, ahead: int) -> bool:
         """Have pages for ``ahead`` more slots of every segment; False where that cannot be."""
         assert ahead == 1, f"{ahead} steps ahead; a segment is given one page at most"
+        assert not where.has_twins, "a stream has one segment in a step that may be ahead"
         table = self._table
         needed = where.stored + (1 + ahead)
         growing = (needed > table.num_pages[where.rows] * self.page_size).nonzero()[0].tolist()

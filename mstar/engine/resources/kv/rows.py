@@ -47,5 +47,5 @@ def make_rows(segments: tuple[Segment, ...], owners: Sequence[int], table: PageT
         for i, row in enumerate(owners):
             stored[i] = ends.get(row, stored[i])
             ends[row] = int(stored[i] + spans[i])
-    is_decode = bool((spans == 1).all()) and not has_twins
+    is_decode = bool((spans == 1).all())
     return Rows(segments, rows, spans, spans.astype(np.int32), indptr, stored, is_decode, has_twins)

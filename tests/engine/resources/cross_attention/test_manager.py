@@ -49,10 +49,10 @@ def make(manager: CrossAttentionManager, *made: Item, number: int = 1) -> None:
     step = CrossAttentionStep(made=made)
     assert manager.admit((), step) is None
     plan = manager.plan((), step, {})
-    for one in made:
-        keys, values = content(one.name, number)
-        for layer in range(LAYERS):
-            plan.store(one, layer, keys[layer], values[layer])
+    contents = [content(one.name, number) for one in made]
+    keys, values = (torch.cat(parts, 1) for parts in zip(*contents, strict=True))
+    for layer in range(LAYERS):
+        plan.store(layer, keys[layer], values[layer])
     manager.commit((), step)
 
 
@@ -111,8 +111,8 @@ def test_a_layer_that_is_not_written_is_noticed() -> None:
     assert manager.admit((), step) is None
     plan = manager.plan((), step, {})
     keys, values = content(b"a", 1)
-    plan.store(item("r0", b"a"), 0, keys[0], values[0])
-    with pytest.raises(AssertionError, match="1 layers"):
+    plan.store(0, keys[0], values[0])
+    with pytest.raises(AssertionError, match=r"layers \[1\]"):
         manager.commit((), step)
 
 
@@ -181,7 +181,7 @@ class Books(RuleBasedStateMachine):
         plan = self.manager.plan((), step, {})
         keys, values = content(one.name, number)
         for layer in range(LAYERS):
-            plan.store(one, layer, keys[layer], values[layer])
+            plan.store(layer, keys[layer], values[layer])
         self.manager.commit((), step)
         self.made[one.name] = number
         self.pins[one.request_id][one.name] = number
