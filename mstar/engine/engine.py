@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,9 +45,17 @@ class EngineCore:
         UnsupportedError: If no backend can do what the model needs.
     """
 
+    _is_rank: ClassVar[bool] = False
+    """Whether the model is one of several parts of it."""
+
     def __init__(self, model: Model, deployment: Deployment | None = None) -> None:
         deployment = deployment or Deployment()
         deployment.check()
+        if deployment.tensor_parallel_size > 1 and not self._is_rank:
+            raise ConfigError(
+                f"tensor_parallel_size is {deployment.tensor_parallel_size} and {model.name} is "
+                "loaded whole; mstar.catalog.open_engine deals a model out over ranks"
+            )
         check_graph(model.graph, model.encoders)
         self.model = model
         wanted = deployment.max_model_len or model.max_model_len

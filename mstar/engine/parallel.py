@@ -110,6 +110,8 @@ class EngineInStep(EngineCore):
     Alone it could run the step's requests one by one; here the other ranks wait inside a sum.
     """
 
+    _is_rank = True
+
     def _on_failure(self, error: Exception) -> None:
         raise EngineDeadError(
             f"a step failed on one of several ranks: {type(error).__name__}: {error}"

@@ -70,6 +70,7 @@ def test_numbers_that_were_left_open_are_settled(toy: DecoderModel) -> None:
         ),
         ({"max_model_len": 41}, "max_model_len is 41 tokens and the KV pool holds 40"),
         ({"num_pages": 0}, "would hold 0 pages"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and .* is loaded whole"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(
