@@ -18,6 +18,7 @@ from mstar.engine.resources.kv.cache import PagedKVCache
 from mstar.engine.resources.kv.config import KVConfig, KVSpec
 from mstar.engine.resources.kv.events import Event, Medium
 from mstar.engine.resources.kv.explain import ReuseReport, explain, shut
+from mstar.engine.resources.kv.finder import NOTHING, Finder, Found
 from mstar.engine.resources.kv.frontier import Frontier
 from mstar.engine.resources.kv.history import PageHistory
 from mstar.engine.resources.kv.layout import SINK_PAGE, KVLayout, KVPlan
@@ -42,25 +43,6 @@ class _Stream:
     opening: Opening
     keys: StreamKeys | None
     """``None``: the stream is out of reuse."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """What was found of a stream last; its opening asks for the same once more."""
-
-    keys: StreamKeys
-    version: int
-    """Of the index."""
-    limit: int
-    num_tokens: int
-    pages: list[int]
-    cut: Cut | None
-
-    def holds(self, keys: StreamKeys, limit: int, version: int) -> bool:
-        """Tell whether the same is found again up to ``limit``."""
-        is_same = keys is self.keys and version == self.version
-        is_named = self.num_tokens <= keys.opening.naming.until
-        return is_same and is_named and self.num_tokens <= limit <= self.limit
 
 
 class KVManager(Resource):
@@ -116,7 +98,7 @@ class KVManager(Resource):
         self._streams: dict[tuple[str, str], _Stream] = {}
         self._frontier = Frontier()
         self._last_keys: StreamKeys | None = None
-        self._last_match: _Match | None = None
+        self._finder = Finder(self.index, self.page_size)
         self._labels: dict[str, list[str]] = {}
         self._rows: Rows | None = None
         self._fixed_slots: dict[int, Mirror] = {}
@@ -189,9 +171,10 @@ class KVManager(Resource):
     def _find(self, keys: StreamKeys, by_tier: dict[str, int]) -> None:
         """Count what is here of a prompt, in tokens by tier."""
         size, limit = self.page_size, keys.opening.num_prompt_tokens - 1
-        pages, cut = self._match(keys, limit)
-        by_tier["device"] += len(pages) * size + (cut.end if cut else 0)
-        for key in keys.first(limit // size)[len(pages) :] if self._offload and not cut else ():
+        own = self._finder.find(keys, limit)
+        by_tier["device"] += own.num_tokens
+        further = keys.first(limit // size)[len(own.pages) :]
+        for key in further if self._offload and not own.cut else ():
             assert self._offload is not None
             medium = self._offload.tiers.find(key)
             if medium is None:
@@ -217,27 +200,28 @@ class KVManager(Resource):
         keys = self._keys_of(opening)
         if keys is None:
             return 0
-        pages, cut = self._match(keys, limit)
+        found = self._finder.find(keys, limit)
         # A copy's page could be one that another stream of the request was offered.
-        if cut and (opening.num_streams > 1 or not self._can_copy(opening, pages, cut.page)):
-            cut = None
-        return len(pages) * self.page_size + (cut.end if cut else 0)
+        if found.cut and (opening.num_streams > 1 or not self._can_copy(opening, found)):
+            return len(found.pages) * self.page_size
+        return found.num_tokens
 
-    def _can_copy(self, opening: Opening, pages: Sequence[int], cut_page: int) -> bool:
+    def _can_copy(self, opening: Opening, found: Found) -> bool:
         """Tell whether a stream has a page to copy a cut to, or can surely take one."""
         stream = self._streams.get((opening.request_id, opening.label))
+        count = len(found.pages)
         if stream is None:
             # The cut page is held while it is copied: a pool that the stream just fits into lacks
             # one page then, and waiting would not bring it.
-            needed = self._pages_for(len(opening.tokens)) - len(pages) + len(self._streams)
+            needed = self._pages_for(len(opening.tokens)) - count + len(self._streams)
             spare = self.pool.num_available - needed
-            idle = (self.pool.ref_count(page) == 0 for page in (*pages, cut_page))
-            return spare > len(pages) or spare >= sum(idle)
-        if len(pages) < self._table.num_pages[stream.row]:
+            idle = (self.pool.ref_count(page) == 0 for page in found.all_pages)
+            return spare > count or spare >= sum(idle)
+        if count < self._table.num_pages[stream.row]:
             return True
         # Those of the prefix that nobody holds yet, and the cut page itself, will be held.
         assert stream.keys is not None, "a stream out of reuse was offered a cut"
-        return self.pool.num_available >= len(pages) - stream.keys.num_indexed + 2
+        return self.pool.num_available >= count - stream.keys.num_indexed + 2
 
     def _keys_of(self, opening: Opening) -> StreamKeys | None:
         """Return the names of a stream's pages; ``None`` where it is out of reuse."""
@@ -250,23 +234,6 @@ class KVManager(Resource):
         if self._last_keys is None or self._last_keys.opening is not opening:
             self._last_keys = StreamKeys(opening, self.page_size)
         return self._last_keys
-
-    def _match(self, keys: StreamKeys, limit: int) -> tuple[list[int], Cut | None]:
-        """Return the pages of the longest indexed beginning, and the cut page behind them."""
-        found = self._last_match
-        if found is not None and found.holds(keys, limit, self.index.version):
-            return found.pages, found.cut
-        limit = min(limit, keys.opening.naming.until)
-        pages = self.index.match(keys.first(limit // self.page_size))
-        num_tokens, cut = len(pages) * self.page_size, None
-        for end in reversed(keys.ends(len(pages))):
-            if num_tokens + end <= limit:
-                cut = self.index.cut(keys.end_key(len(pages), end))
-                if cut is not None:
-                    num_tokens += end
-                    break
-        self._last_match = _Match(keys, self.index.version, limit, num_tokens, pages, cut)
-        return pages, cut
 
     def is_pending(self, opening: Opening, start: int) -> bool:
         """Tell whether another stream is about to fill the page that ``start`` is on."""
@@ -294,10 +261,9 @@ class KVManager(Resource):
         key = (opening.request_id, opening.label)
         assert key not in self._streams, f"stream {key} is open already"
         keys = self._keys_of(opening)
-        reused, cut = self._match(keys, num_reused) if keys is not None else ([], None)
-        matched = len(reused) * self.page_size + (cut.end if cut else 0)
-        assert matched == num_reused, (matched, num_reused)
-        pinned = [*reused, cut.page] if cut else reused
+        found = NOTHING if keys is None else self._finder.find(keys, num_reused)
+        assert found.num_tokens == num_reused, (found.num_tokens, num_reused)
+        reused, pinned = found.pages, found.all_pages
         self.pool.retain(pinned)
         is_waiting = self.is_pending(opening, num_reused)
         needed = self._pages_for(num_reused if is_waiting else len(opening.tokens)) - len(reused)
@@ -317,9 +283,8 @@ class KVManager(Resource):
             )
         stream = self._begin(opening, keys, reused, taken, num_reused)
         self._count_sources(opening, pinned, 0, num_reused)
-        if cut:
-            self.cache.copy_slots(cut.page, taken[0], cut.end)
-            self.pool.release([cut.page])
+        if found.cut:
+            self._copy_cut(found.cut, taken[0])
         self._index_written(stream, num_reused)
         return None
 
@@ -351,12 +316,11 @@ class KVManager(Resource):
         """Take over pages that others filled meanwhile, in place of its own if it has them."""
         stream = self._streams[opening.request_id, opening.label]
         assert stream.keys is not None, f"{opening.request_id!r} is out of reuse"
-        table, row, size = self._table, stream.row, self.page_size
-        reused, cut = self._match(stream.keys, num_reused)
-        matched = len(reused) * size + (cut.end if cut else 0)
-        assert matched == num_reused > table.stored[row], (matched, num_reused)
-        known = stream.keys.num_indexed
-        pinned = [*reused[known:], *([cut.page] if cut else [])]
+        table, row = self._table, stream.row
+        found = self._finder.find(stream.keys, num_reused)
+        assert found.num_tokens == num_reused > table.stored[row], (found.num_tokens, num_reused)
+        known, reused = stream.keys.num_indexed, found.pages
+        pinned = found.all_pages[known:]
         self.pool.retain(pinned)
         for index, page in enumerate(reused[known:], known):
             if index < table.num_pages[row]:
@@ -364,18 +328,22 @@ class KVManager(Resource):
             else:
                 table.extend(row, [page])
         stream.keys.num_indexed = len(reused)
-        if cut:
+        if found.cut:
             if len(reused) == table.num_pages[row]:
                 own = self.pool.try_allocate(1)
                 assert own is not None, "a cut was offered without a page to copy it to"
                 table.extend(row, own)
-            self.cache.copy_slots(cut.page, int(table.pages(row)[len(reused)]), cut.end)
-            self.pool.release([cut.page])
+            self._copy_cut(found.cut, int(table.pages(row)[len(reused)]))
         self._count_sources(opening, pinned, int(table.stored[row]), num_reused)
         table.stored[row] = num_reused
         self._rows = None
         self.revision += 1
         self._index_written(stream, num_reused)
+
+    def _copy_cut(self, cut: Cut, page: int) -> None:
+        """Copy the slots of a cut, whose page was pinned for it, to a page of a stream's own."""
+        self.cache.copy_slots(cut.page, page, cut.end)
+        self.pool.release([cut.page])
 
     def _count_sources(self, opening: Opening, pages: Sequence[int], start: int, stop: int) -> None:
         """Note where slots ``start`` to ``stop`` were found, on the last pages before ``stop``."""
