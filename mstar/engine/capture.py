@@ -225,11 +225,8 @@ class Recorder:
     def _has_pieces(self) -> bool:
         return all(resource.in_pieces is not None for resource in self._resources.values())
 
-    def size_for(self, batch: Batch) -> int | None:
-        """Return the size that holds the batch; ``None``: it does not fit any."""
-        return self._size_for(len(batch.segments)) if batch.is_decode else None
-
     def _size_for(self, num_segments: int) -> int | None:
+        """Return the smallest size that holds so many; ``None``: none does."""
         return next((size for size in self._sizes if size >= num_segments), None)
 
     def run(
@@ -269,7 +266,7 @@ class Recorder:
 
     def _launch(self, batch: Batch, step: NodeStep, before: Tensor | None = None) -> Flight | None:
         """Queue a step, behind the one that gives the tokens ``before`` if they are given."""
-        size = self.size_for(batch)
+        size = self._size_for(len(batch.segments)) if batch.is_decode else None
         plans = None if size is None else self._plan(size, step, 0 if before is None else 1)
         if size is None or plans is None:
             return None

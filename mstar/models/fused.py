@@ -209,6 +209,7 @@ def rotate_and_store(
     if (
         rotation is None
         and qkv.dtype == kv.layout.dtype
+        and dim % 2 == 0
         and (kernels := _cuda_kernels(qkv)) is not None
     ):
         plain: Tensor = kernels.heads(

@@ -24,7 +24,7 @@ def norm(
         x: ``[..., width]``, contiguous.
         added: The same shape and dtype, or ``None`` to add nothing.
         weight: ``[width]``, contiguous, of any floating dtype.
-        eps: Added to the mean square.
+        eps: Added to the mean square, or to the variance.
         bias: Like ``weight``, for layer normalisation; ``None``: the mean is left in.
     """
     out = torch.empty_like(x)

@@ -70,7 +70,7 @@ class Linear:
         return self(x)
 
     def _product(self, x: Tensor) -> Tensor | None:
-        """Return what is asked for by a kernel other than torch's; ``None``: there is none."""
+        """Return the whole projection by a kernel other than torch's; ``None``: there is none."""
         num_rows = x.shape[0]
         if num_rows == 1:
             row = _load_cuda()
@@ -81,6 +81,7 @@ class Linear:
         kernel = None if self._kernels is None else self._kernels.find(num_rows)
         if kernel is None:
             return None
+        assert self._bias is None, "chosen kernels add no bias"
         out = x.new_empty((num_rows, self.out_features))
         return out if kernel(x, self._weight, out) else None
 

@@ -13,9 +13,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 """What the kernel takes."""
 
 _SHORT, _LONG = 1536, 4096
-"""Elements of a row: up to short, one warp reads it in few rounds; from long on, eight do."""
+"""Elements of a row: up to short one warp reads it in few rounds, from long on eight warps do."""
 _ENOUGH, _MANY = 2048, 8192
-"""Outputs: from enough on a program of one warp has two; many take small programs always."""
+"""Outputs: from enough on, if even, a program of one warp has two; from many on no program needs
+eight warps to keep the device busy."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

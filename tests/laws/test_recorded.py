@@ -9,6 +9,7 @@ import pytest
 
 from mstar.engine.capture import Recorder, decode_sizes
 from mstar.engine.resources.mirror import Fence
+from mstar.models.whisper.model import TRANSCRIPT
 from tests.engine.test_overlap import CPU, CpuRecorder, as_on_a_device
 from tests.laws.families import Family, family_of
 from tests.laws.watching import Desk, RecordedWatcher, assert_same
@@ -37,6 +38,12 @@ def recorded(family: Family, **numbers: int) -> tuple[Desk, list[Recorder]]:
     return desk, list(runner._recorders.values())
 
 
+def assert_nothing_is_known(family: Family) -> None:
+    """Assert that nobody keeps how sure a Whisper was of requests that have ended."""
+    facts = getattr(family.model, "facts", ())
+    assert len(facts) == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("budget", [2048, 33])
 def test_requests_get_what_they_get_step_by_step(name: str, budget: int) -> None:
@@ -54,6 +61,7 @@ def test_requests_get_what_they_get_step_by_step(name: str, budget: int) -> None
         assert all(recorder.num_replays > 5 * (turn + 1) for recorder in recorders)
     assert any(recorder.num_ahead > 0 for recorder in recorders)
     assert desk.largest_batch > 2
+    assert_nothing_is_known(family)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,7 +73,9 @@ def test_one_that_is_aborted_leaves_the_others_as_they_are(name: str) -> None:
     while sum(recorder.num_replays for recorder in recorders) < 3:
         desk.step()
     desk.abort("0")
-    for key, answer in desk.drain().items():
+    answers = desk.drain()
+    assert_nothing_is_known(family)
+    for key, answer in answers.items():
         plain = Desk(family.model, attention_backend="sdpa")
         assert_same(answer, plain.ask(family.asks[int(key)], name=key))
 
@@ -112,3 +122,18 @@ def test_prompts_of_few_tokens_are_replayed_as_so_many_segments(
     for key, answer in answers.items():
         assert_same(answer, known[key])
     assert recorder.num_replays > recorder.num_ahead > 0
+
+
+@pytest.mark.slow
+def test_a_listener_inside_another_model_is_replayed_alike() -> None:
+    family = family_of("assistant")
+    ask = family.asks[-1]
+    desk, recorders = recorded(family, **family.numbers)
+    answer = desk.ask(ask)
+    assert all(recorder.num_ahead > 0 for recorder in recorders)
+    assert len(recorders) == 2
+    plain = Desk(family.model, attention_backend="sdpa", **family.numbers)
+    assert_same(answer, plain.ask(ask), family.atol)
+    assert all(
+        "no_speech_prob" in piece.info for piece in answer.emitted if piece.name == TRANSCRIPT
+    )

@@ -103,7 +103,8 @@ class Deployment:
     kv_events: bool = False
     """Collect what changes in the index of pages."""
     encoder_cache_tokens: int = 0
-    """Slots of encoder outputs that are kept at once; 0 takes ``max_num_batched_tokens``."""
+    """Slots of encoder outputs that are kept at once; 0 takes ``max_num_batched_tokens``, and of
+    those that decoder layers attend to what each resource has by default."""
     cuda_graphs: bool = True
     """Record decode steps at start and replay them, where device and backend can."""
     overlap: bool = True

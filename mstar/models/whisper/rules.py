@@ -91,8 +91,10 @@ class Rules:
         """Leave nothing but the likeliest language."""
         at = send(np.array(rows), logits.device)
         best = logits[at].masked_fill_(self._is_no_language, _NEVER).argmax(1)
+        # 0, or what is no number, so that whoever samples sees that it is none.
+        likeliest = logits[at, best] * 0
         logits.index_fill_(0, at, _NEVER)
-        logits.index_put_((at, best), logits.new_zeros(()))
+        logits.index_put_((at, best), likeliest)
 
     def _time_(
         self,

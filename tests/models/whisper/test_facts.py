@@ -113,6 +113,17 @@ def test_a_window_whose_first_tokens_were_reused_knows_as_much() -> None:
     assert figures(again.emitted) == pytest.approx(figures(first.emitted), abs=1e-5)
 
 
+def test_a_start_that_the_language_was_asked_with_is_known() -> None:
+    """With pages of one slot the transcript reuses the one token that a language is asked with."""
+    options = ((ask, ask("r", None).options) for ask in family_of("whisper").asks)
+    ask = next(ask for ask, own in options if own["language"] is None and not own["previous"])
+    desk = Desk(whisper(), page_size=1)
+    desk.put(msgspec.structs.replace(ask("r", desk.engine.root), page_keys=[]))
+    answer = desk.drain()["r"]
+    known = Desk(whisper()).ask(ask)
+    assert figures(answer.emitted) == pytest.approx(figures(known.emitted), abs=1e-5)
+
+
 def test_what_was_never_computed_is_not_told() -> None:
     ask = family_of("whisper").at(9, 1, 0)
     model = whisper()

@@ -104,3 +104,9 @@ def test_a_language_is_the_likeliest_of_the_languages_alone() -> None:
     RULES.restrict_(logits, [Asked([], timestamps=True, is_language=True)])
     assert logits[0].argmax() == 23
     assert int(logits.isfinite().sum()) == 1
+
+
+def test_no_language_is_the_likeliest_of_what_is_no_number() -> None:
+    logits = torch.full((1, VOCAB), torch.nan)
+    RULES.restrict_(logits, [Asked([], timestamps=True, is_language=True)])
+    assert not logits.isfinite().any()

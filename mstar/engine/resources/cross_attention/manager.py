@@ -23,8 +23,9 @@ from mstar.engine.resources.kv.layout import KVLayout, KVPlan
 from mstar.engine.resources.mirror import send
 from mstar.engine.resources.step import ResourceStep, Segment
 
-DEFAULT_BYTES = 512 << 20
-"""Memory for the keys and values, at most, where the deployment names no number of slots."""
+DEFAULT_BYTES, DEFAULT_SHARE = 512 << 20, 1 / 8
+"""Memory for the keys and values, at most, where the deployment names no number of slots; on a
+CUDA device its share of the device's."""
 _PER_REQUEST = 2
 """Outputs that are kept then for each request that may run, at most."""
 
@@ -384,8 +385,15 @@ def _num_pages(config: CrossAttentionConfig, deployment: Deployment, itemsize: i
     longest = config.num_pages(config.max_length)
     if deployment.encoder_cache_tokens:
         return max(deployment.encoder_cache_tokens // config.page_size, longest)
-    affordable = DEFAULT_BYTES // slot_nbytes // config.page_size
+    affordable = _default_nbytes(deployment) // slot_nbytes // config.page_size
     return max(min(affordable, _PER_REQUEST * deployment.max_num_seqs * longest), longest)
+
+
+def _default_nbytes(deployment: Deployment) -> int:
+    device = torch.device(deployment.device)
+    if device.type != "cuda":
+        return DEFAULT_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory * DEFAULT_SHARE)
 
 
 def _backend(
