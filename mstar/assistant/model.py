@@ -145,8 +145,8 @@ class VoiceAssistant(Model):
         if not request.cursor.name.startswith(_LISTEN("")):
             return None
         match self.listener.next_walk(request):
-            case Leg(prepared, walk, emitted):
-                return Leg(prepared, _LISTEN(walk), emitted)
+            case Leg() as leg:
+                return replace(leg, walk=_LISTEN(leg.walk))
             case None:
                 return self._after_recording(request)
 

@@ -87,7 +87,7 @@ class AssistantProcessor:
 
     def _transcription(self, recording: Media) -> Draft:
         assert isinstance(recording, AudioMedia), f"a {recording.kind} is no recording"
-        return self._listener.transcription(recording, TranscriptionTask())
+        return self._listener.transcription(recording, TranscriptionTask(fallback=False))
 
 
 def _later(draft: Draft) -> PreparedRequest:

@@ -22,6 +22,8 @@ class Leg:
     walk: str
     emitted: tuple[Emitted, ...] = ()
     """What the leg that has ended gave."""
+    params: SamplingParams | None = None
+    """How it is sampled; ``None``: as its component says, or else the request."""
 
 
 class Model(ABC):

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 from mstar.engine.admission import check_keys, check_layout, max_len
 from mstar.engine.array import to_numpy
@@ -197,6 +198,8 @@ class Walker:
             RequestError: If the leg cannot be served.
         """
         component, length = self.measure(leg.prepared, leg.walk)
+        if leg.params is not None:
+            component = replace(component, params=leg.params)
         self._scheduler.requeue(request)
         request.begin(leg.prepared, self._model.graph.cursor(leg.walk), component, length)
         refusal = self._runner.ever_fits(request)

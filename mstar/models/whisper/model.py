@@ -70,6 +70,7 @@ from mstar.models.whisper.config import (
     whisper_tokens,
 )
 from mstar.models.whisper.facts import Facts
+from mstar.models.whisper.fallback import SURE, is_silent, is_worth_another, temperature_of
 from mstar.models.whisper.layers import IGNORED, Decoder, Encoder, WhisperWeights
 from mstar.models.whisper.rules import Asked, Rules
 from mstar.models.whisper.windows import Stretch, WhisperOptions, cut, following, prompt_ids
@@ -168,7 +169,7 @@ class _PendingText(Pending):
         sampled = self._sampling.fetch()
         (logprobs,) = self._logprobs.wait()
         for request, logprob in zip(self._requests, logprobs.tolist(), strict=True):
-            # Who has ended since was sampled for in vain.
+            # Who has ended or gone on to another leg since was sampled for in vain.
             if request.status is RequestStatus.RUNNING:
                 self._facts.note_sampled(request, logprob)
         return NodeOutput(
@@ -263,7 +264,7 @@ class WhisperDecoder(RecordableNode):
         first = 0
         for request, (_, _, span) in zip(batch.requests, batch.segments, strict=True):
             place = self.facts.due(request, span)
-            if place is not None and request.cursor.local_name == _WRITE:
+            if place is not None:
                 self.facts.note_start(request, logits_of(first + place).float())
             first += span
 
@@ -354,13 +355,32 @@ class WhisperModel(Model):
     def next_walk(self, request: Request) -> Leg | None:
         """Return the window behind the one that is written down, or the first in its language."""
         options = options_of(request.prepared)
-        self.facts.drop(request.request_id)
         if request.cursor.local_name == _DETECT:
+            self.facts.drop(request.request_id)
             language = request.tokens[-1]
             return self._leg(request, msgspec.structs.replace(options, language=language))
+        told = self._told(request)
+        self.facts.drop(request.request_id)
+        if self._is_tried_again(request, options, told):
+            return self._leg(request, msgspec.structs.replace(options, attempt=options.attempt + 1))
         stretches, next_frame = self._cut(request, options)
-        after = following(options, stretches, next_frame, self.tokens)
+        if options.fallback and is_silent(told):
+            stretches, next_frame = [], options.start_frame + self.config.num_frames
+        examples = stretches if request.params.temperature < SURE else []
+        after = following(options, examples, next_frame, self.tokens)
         return None if after is None else self._leg(request, after)
+
+    def _told(self, request: Request) -> dict[str, float]:
+        return self.facts.told(request, self._text(request.generated()))
+
+    @staticmethod
+    def _is_tried_again(
+        request: Request, options: WhisperOptions, told: Mapping[str, float]
+    ) -> bool:
+        """Tell whether a window is written down again; its temperature must be ours to choose."""
+        is_ours = request.params.temperature == temperature_of(options.attempt)
+        is_due = options.fallback and is_ours and not is_silent(told)
+        return is_due and is_worth_another(options.attempt, told)
 
     def component_of(self, walk: str) -> Component:
         """Return what the tokens of a leg are: a language's are no answer."""
@@ -379,7 +399,10 @@ class WhisperModel(Model):
         """Return the stretches of speech of a window that has its last token."""
         if request.finish_reason is None or request.cursor.local_name == _DETECT:
             return ()
-        options = options_of(request.prepared)
+        options, told = options_of(request.prepared), self._told(request)
+        is_left_out = options.fallback and is_silent(told)
+        if is_left_out or self._is_tried_again(request, options, told):
+            return ()
         language = None if self.tokens.languages else ENGLISH
         if options.language is not None:
             language = self.tokens.language_of(options.language)
@@ -387,7 +410,7 @@ class WhisperModel(Model):
         facts = {
             "seek": options.start_frame,
             "temperature": request.params.temperature,
-            **self.facts.told(request, self._text(request.generated())),
+            **told,
         }
         # The model may hear something end behind the recording, in what fills its window up.
         end = options.stop_frame * SECONDS_PER_FRAME
@@ -442,7 +465,10 @@ class WhisperModel(Model):
             context=[item],
             options=before.options | msgspec.structs.asdict(options),
         )
-        return Leg(prepared, _WRITE)
+        own = None
+        if options.attempt:
+            own = replace(request.params, temperature=temperature_of(options.attempt))
+        return Leg(prepared, _WRITE, params=own)
 
 
 def describe(checkpoint: Checkpoint) -> Description:

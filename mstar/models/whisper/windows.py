@@ -37,6 +37,10 @@ class WhisperOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Each window is given what those before it said."""
     previous: list[int] = []
     """What was said before: given by the user, or by the windows before."""
+    fallback: bool = False
+    """Windows that repeat themselves or are unlikely are written down again."""
+    attempt: int = 0
+    """Which one at this window, from 0."""
 
 
 class Stretch(NamedTuple):
@@ -149,4 +153,4 @@ def following(
     previous = options.previous
     if options.follow:
         previous = [*previous, *said(stretches, tokens)]
-    return msgspec.structs.replace(options, start_frame=next_frame, previous=previous)
+    return msgspec.structs.replace(options, start_frame=next_frame, previous=previous, attempt=0)

@@ -94,6 +94,9 @@ class TranscriptionTask:
     """Write English, whatever is spoken."""
     timestamps: frozenset[str] = frozenset()
     """``segment`` and ``word``: what is to be timed; empty: nothing."""
+    fallback: bool = True
+    """Write down again, at higher temperatures, what repeats itself or is unlikely, where a
+    temperature of 0 is asked for; and leave silence out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,7 @@ class WhisperProcessor:
             # A recording of several windows is cut at timestamps.
             timestamps="segment" in task.timestamps or num_frames > self._config.num_frames,
             previous=self.previous_ids(task.prompt),
+            fallback=task.fallback,
         )
 
     def _check(self, task: TranscriptionTask) -> None:

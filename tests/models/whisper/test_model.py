@@ -69,6 +69,7 @@ class Ear:
         self, samples: Samples, request_id: str = "r", *, root: bytes | None = ROOT, **task: Any
     ) -> PreparedRequest:
         params = SamplingParams(temperature=0.0, max_tokens=task.pop("max_tokens", None))
+        task = {"fallback": False} | task
         draft = self.processor.transcription(AudioMedia(samples, RATE), TranscriptionTask(**task))
         (ids,) = draft.parts
         assert isinstance(ids, list)
