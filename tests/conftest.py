@@ -1,6 +1,7 @@
 """What all tests share: one torch thread, models that cost milliseconds, and no GPU by surprise."""
 
 import importlib.util
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,13 @@ import torch
 
 from mstar.models.decoder import DecoderModel
 from mstar.models.toy import toy_model
+
+
+def pytest_configure() -> None:
+    # A shell starts what runs in the background with this signal ignored, and so would be the
+    # programs under test, which are to end by it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
