@@ -467,7 +467,10 @@ class WhisperModel(Model):
         )
         own = None
         if options.attempt:
-            own = replace(request.params, temperature=temperature_of(options.attempt))
+            # By what is heard, so that the same recording is written down the same way again.
+            named = fingerprint("mstar-whisper-seed-v1", options.recording, options.start_frame)
+            seed = int.from_bytes(named[:7], "big") if params.seed is None else params.seed
+            own = replace(request.params, temperature=temperature_of(options.attempt), seed=seed)
         return Leg(prepared, _WRITE, params=own)
 
 

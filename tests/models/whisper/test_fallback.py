@@ -75,6 +75,16 @@ def test_a_window_that_stays_unlikely_is_what_the_last_attempt_says(unsure: Ask)
     assert len(got.tokens) > 4 * len(known.tokens)
 
 
+def test_the_same_recording_is_written_down_the_same_way_without_a_seed(unsure: Ask) -> None:
+    def seedless(name: str, root: bytes | None) -> PreparedRequest:
+        before = unsure(name, root)
+        return msgspec.structs.replace(before, params=replace(before.params, seed=None))
+
+    first, again = (Desk(family_of("whisper").model).ask(seedless) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert first.tokens != Desk(family_of("whisper").model).ask(unsure).tokens
+
+
 def test_a_temperature_that_is_asked_for_is_kept(unsure: Ask) -> None:
     desk = Desk(family_of("whisper").model)
     got, known = (desk.ask(changed(unsure, 0.7, fallback=fallback)) for fallback in (True, False))
