@@ -206,40 +206,30 @@ def rotate_and_store(
     num_tokens, total, dim = qkv.shape
     num_kv_heads = (total - num_heads) // 2
     rotation = position.rotation(layer)
-    if (
-        rotation is None
-        and qkv.dtype == kv.layout.dtype
-        and dim % 2 == 0
-        and (kernels := _cuda_kernels(qkv)) is not None
-    ):
-        plain: Tensor = kernels.heads(
-            qkv, num_heads, None, kv.keys[layer], kv.values[layer], kv.slots, False
-        )
-        return plain
+    # Whole heads are rotated, or nothing is.
+    is_whole = rotation is None or (rotation.is_plain and rotation.rows.shape[1] == dim)
     if (
         _KERNELS is None
         or rotation is None
-        or rotation.rows.shape[1] != dim
+        or not is_whole
         or rotation.rows.dtype != torch.float32
         or not _is_compiled(qkv)
         or qkv.dtype != kv.layout.dtype
-        or not rotation.is_plain
     ):
         if (
-            rotation is not None
-            and rotation.is_plain
-            and rotation.rows.shape[1] == dim
+            is_whole
+            and dim % 2 == 0
             and qkv.dtype == kv.layout.dtype
             and (kernels := _cuda_kernels(qkv)) is not None
         ):
             query: Tensor = kernels.heads(
                 qkv,
                 num_heads,
-                rotation.rows,
+                None if rotation is None else rotation.rows,
                 kv.keys[layer],
                 kv.values[layer],
                 kv.slots,
-                rotation.interleave,
+                rotation is not None and rotation.interleave,
             )
             return query
         qk = position.rotate_merged(qkv[:, : num_heads + num_kv_heads], layer)

@@ -38,6 +38,16 @@ def recorded(family: Family, **numbers: int) -> tuple[Desk, list[Recorder]]:
     return desk, list(runner._recorders.values())
 
 
+def assert_alike(desk: Desk, plain: Desk, family: Family) -> None:
+    """Ask both desks all that a family is asked, and compare the answers."""
+    for place, ask in enumerate(family.asks):
+        desk.add(str(place), ask)
+        plain.add(str(place), ask)
+    answers, known = desk.drain(), plain.drain()
+    for key, answer in answers.items():
+        assert_same(answer, known[key])
+
+
 def assert_nothing_is_known(family: Family) -> None:
     """Assert that nobody keeps how sure a Whisper was of requests that have ended."""
     facts = getattr(family.model, "facts", ())
@@ -52,12 +62,7 @@ def test_requests_get_what_they_get_step_by_step(name: str, budget: int) -> None
     plain = Desk(family.model, attention_backend="sdpa", max_num_batched_tokens=budget)
     for turn in range(2):
         # The second time pages are there, and what is left of prompts may be single tokens.
-        for place, ask in enumerate(family.asks):
-            desk.add(str(place), ask)
-            plain.add(str(place), ask)
-        answers, known = desk.drain(), plain.drain()
-        for key, answer in answers.items():
-            assert_same(answer, known[key])
+        assert_alike(desk, plain, family)
         assert all(recorder.num_replays > 5 * (turn + 1) for recorder in recorders)
     assert any(recorder.num_ahead > 0 for recorder in recorders)
     assert desk.largest_batch > 2
@@ -115,12 +120,7 @@ def test_prompts_of_few_tokens_are_replayed_as_so_many_segments(
         raise AssertionError("a step was not replayed")
 
     monkeypatch.setattr(desk.watchers["decoder"], "forward", refuse)
-    for place, ask in enumerate(family.asks):
-        desk.add(str(place), ask)
-        plain.add(str(place), ask)
-    answers, known = desk.drain(), plain.drain()
-    for key, answer in answers.items():
-        assert_same(answer, known[key])
+    assert_alike(desk, plain, family)
     assert recorder.num_replays > recorder.num_ahead > 0
 
 

@@ -14,8 +14,6 @@ from mstar.engine.resources.mirror import send
 from mstar.models.whisper.config import WhisperTokens
 
 _NEVER = float("-inf")
-
-
 _Bounds = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """The first time that may follow, the one behind the last, the first text (``None``: all of it
 may), and whether the row has times; ``[num_rows, 1]`` each."""
