@@ -398,7 +398,10 @@ def test_films_are_frames_or_animations(tokenizer: TextTokenizer) -> None:
         ({"type": "video", "video": [png(1)], "fps": 1e-30}, "from 0.001 to 1000"),
         ({"type": "video", "video": [png(1)], "fps": 10**400}, "from 0.001 to 1000"),
         ({"type": "video", "video": [png(1), png(2)]}, "must have one size"),
-        ({"type": "video", "video": b"\0\0\0\x20ftypisom" + bytes(99)}, "a container"),
+        (
+            {"type": "video", "video": b"\0\0\0\x20ftypisom" + bytes(99)},
+            "bytes of MP4|is MP4",
+        ),
         ({"type": "video_url", "video_url": "https://x/y.mp4"}, "fetches nothing"),
         ({"type": "smell"}, "takes text, audio, image and video parts only"),
         ({"type": ["image"]}, "parts only"),

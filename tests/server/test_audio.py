@@ -18,6 +18,7 @@ from openai import OpenAI
 
 from mstar.catalog import locate
 from mstar.errors import MstarError
+from tests.preprocess.media.contained import contained
 from tests.server.processes import ServerProcess, call, connect, error_of, user, wait_until
 
 pytestmark = pytest.mark.slow
@@ -141,6 +142,14 @@ def test_recordings_of_any_rate_and_channels_are_understood(
     assert transcribe(client, out.getvalue()).text == QUESTION
 
 
+@pytest.mark.parametrize(("kind", "codec"), [("mp4", "aac"), ("webm", "libopus")])
+def test_what_phones_and_browsers_record_is_understood(
+    client: OpenAI, question: bytes, kind: str, codec: str
+) -> None:
+    samples, rate = soundfile.read(io.BytesIO(question), dtype="float32")
+    assert transcribe(client, contained(samples[None], rate, kind, codec)).text == QUESTION
+
+
 def test_questions_may_be_asked_by_voice(client: OpenAI, question: bytes) -> None:
     options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 16}
     answer = client.chat.completions.create(messages=asking(question), **options)
@@ -195,7 +204,11 @@ def test_answers_may_be_spoken_and_say_what_they_write(client: OpenAI, question:
     [
         (b"", "invalid_audio", "empty"),
         (b"no audio", "invalid_audio", "cannot be decoded"),
-        (b"\x1aE\xdf\xa3" + bytes(99), "invalid_audio", "WAV, FLAC, MP3 and OGG"),
+        (
+            b"\x1aE\xdf\xa3" + bytes(99),
+            "invalid_audio",
+            "103 bytes of WebM|is WebM",
+        ),
     ],
 )
 def test_bad_recordings_are_refused(

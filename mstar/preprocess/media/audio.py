@@ -2,18 +2,20 @@
 
 import io
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import soundfile
 import soxr
 
 from mstar.errors import RequestError
+from mstar.preprocess.media.containers import Sound, container_of, open_sound
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Samples
 
 _LIMITS = MediaLimits()
 _FORMATS = frozenset({"WAV", "WAVEX", "FLAC", "MP3", "OGG"})
-_FORMAT_NAMES = "WAV, FLAC, MP3 and OGG (Vorbis or Opus)"
+_FORMAT_NAMES = "WAV, FLAC, MP3, OGG (Vorbis or Opus), MP4 (M4A), WebM and AAC"
 _RATES = (1_000, 768_000)
 _MAX_CHANNELS = 64
 _BLOCK = 2**18
@@ -43,6 +45,10 @@ def decode_audio(data: bytes, rate: int, limits: MediaLimits = _LIMITS) -> Sampl
     """
     if not data:
         raise RequestError("the audio is empty, 0 bytes", code="invalid_audio")
+    container = container_of(data)
+    if container is not None:
+        with open_sound(data, container) as sound:
+            return _convert(sound, rate, limits)
     _check_wav_is_whole(data)
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
@@ -51,7 +57,9 @@ def decode_audio(data: bytes, rate: int, limits: MediaLimits = _LIMITS) -> Sampl
                     f"the audio is {file.format}, which is not taken; send {_FORMAT_NAMES}",
                     code="invalid_audio",
                 )
-            return _read(file, rate, limits)
+            seconds = file.frames / file.samplerate
+            sound = Sound(file.samplerate, file.channels, seconds, _blocks(file))
+            return _convert(sound, rate, limits)
     except RequestError:
         raise
     except _BROKEN as error:
@@ -90,31 +98,39 @@ def check_samples(samples: Samples, rate: int, limits: MediaLimits = _LIMITS) ->
             code="invalid_audio",
         )
     _check_head(rate, 1)
-    _check_length(len(samples), rate, limits)
+    _check_length(len(samples) / rate, limits)
     _check_finite(samples[:, None], 0, rate)
 
 
-def _read(file: soundfile.SoundFile, rate: int, limits: MediaLimits) -> Samples:
-    given, channels = file.samplerate, file.channels
-    _check_head(given, channels)
-    _check_length(file.frames, given, limits)
-    stream = None if given == rate else soxr.ResampleStream(given, rate, 1, dtype="float32")
-    pieces: list[Samples] = []
+def _blocks(file: soundfile.SoundFile) -> Iterator[Samples]:
     num_read = 0
-    while len(block := file.read(_BLOCK // channels, dtype="float32", always_2d=True)):
-        _check_finite(block, num_read, given)
+    size = _BLOCK // file.channels
+    while len(block := file.read(size, dtype="float32", always_2d=True)):
         num_read += len(block)
-        _check_length(num_read, given, limits)
-        mono = block[:, 0] if channels == 1 else block.mean(axis=1, dtype=np.float32)
-        np.clip(mono, -1, 1, out=mono)
-        pieces.append(mono if stream is None else stream.resample_chunk(mono))
-    if not num_read:
-        raise RequestError("the audio has no samples", code="invalid_audio")
+        yield block
     if num_read < file.frames:
         raise RequestError(
             f"the audio is cut off: its header says {file.frames} samples, {num_read} are there",
             code="invalid_audio",
         )
+
+
+def _convert(sound: Sound, rate: int, limits: MediaLimits) -> Samples:
+    given, channels = sound.rate, sound.num_channels
+    _check_head(given, channels)
+    _check_length(sound.seconds or 0.0, limits)
+    stream = None if given == rate else soxr.ResampleStream(given, rate, 1, dtype="float32")
+    pieces: list[Samples] = []
+    num_read = 0
+    for block in sound.blocks:
+        _check_finite(block, num_read, given)
+        num_read += len(block)
+        _check_length(num_read / given, limits)
+        mono = block[:, 0] if channels == 1 else block.mean(axis=1, dtype=np.float32)
+        np.clip(mono, -1, 1, out=mono)
+        pieces.append(mono if stream is None else stream.resample_chunk(mono))
+    if not num_read:
+        raise RequestError("the audio has no samples", code="invalid_audio")
     if stream is not None:
         pieces.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
     return _bounded(np.concatenate(pieces))
@@ -141,8 +157,7 @@ def _check_head(rate: int, channels: int) -> None:
         )
 
 
-def _check_length(num_samples: int, rate: int, limits: MediaLimits) -> None:
-    seconds = num_samples / rate
+def _check_length(seconds: float, limits: MediaLimits) -> None:
     if seconds > limits.audio_seconds:
         raise RequestError(
             f"the audio is {seconds:.1f} s long; at most {limits.audio_seconds:.0f} s are taken: "

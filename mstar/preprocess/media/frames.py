@@ -3,28 +3,31 @@
 from collections.abc import Sequence
 
 from mstar.errors import RequestError
+from mstar.preprocess.media.containers import container_of, decode_film
 from mstar.preprocess.media.images import decode_frames, decode_image
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Pixels, VideoMedia
 
 DEFAULT_FPS = 2.0
-"""Frames a second of pictures that do not say so."""
+"""Frames a second of pictures that do not say so, and that are taken of a film."""
 
 
 def decode_video(contents: Sequence[bytes], fps: float | None, limits: MediaLimits) -> VideoMedia:
     """Return a film.
 
     Args:
-        contents: One animation (GIF, WebP, PNG), or its frames as a picture each.
-        fps: Frames a second; ``None``: the animation's own, two for pictures.
+        contents: One animation (GIF, WebP, PNG), one film (MP4, WebM), or frames as a picture each.
+        fps: Frames a second; ``None``: the animation's own, two for pictures. Of a film so many
+            are taken.
         limits: Bounds of frames and pixels.
 
     Raises:
         RequestError: If a picture cannot be decoded, they differ in size, or there are too many.
-            Containers of films (MP4, WebM) are not decoded here.
     """
     if len(contents) == 1:
-        _refuse_container(contents[0])
+        container = container_of(contents[0])
+        if container is not None:
+            return decode_film(contents[0], container, fps or DEFAULT_FPS, limits)
         frames, own_fps = decode_frames(contents[0], limits)
         return VideoMedia(frames, fps or own_fps)
     if len(contents) > limits.video_frames:
@@ -53,13 +56,3 @@ def decode_video(contents: Sequence[bytes], fps: float | None, limits: MediaLimi
             )
         decoded.append(frame)
     return VideoMedia(tuple(decoded), fps or DEFAULT_FPS)
-
-
-def _refuse_container(content: bytes) -> None:
-    is_mp4 = content[4:8] == b"ftyp"
-    if is_mp4 or (content[:4] in (b"\x1aE\xdf\xa3", b"RIFF") and content[8:12] != b"WEBP"):
-        raise RequestError(
-            "the film is a container (MP4, WebM, AVI), which is not decoded here; send an animated "
-            "WebP or GIF, or frames: data:video/jpeg;base64,<frame>,<frame>,…",
-            code="invalid_video",
-        )

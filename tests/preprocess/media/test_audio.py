@@ -143,8 +143,7 @@ def test_a_wav_that_was_streamed_says_no_length_and_is_taken(size: int) -> None:
     [
         (b"", "empty, 0 bytes"),
         (b"RIFF", "4 bytes cannot be decoded"),
-        (b"\x1aE\xdf\xa3" + bytes(500), "WAV, FLAC, MP3 and OGG"),
-        (b"\0\0\0\x20ftypM4A " + bytes(500), "WAV, FLAC, MP3 and OGG"),
+        (b"OggS" + bytes(500), "WAV, FLAC, MP3, OGG"),
     ],
 )
 def test_other_things_are_refused_with_what_is_taken(data: bytes, message: str) -> None:

@@ -1,0 +1,228 @@
+"""Sound and films out of MP4, WebM, Matroska and AAC, by FFmpeg, with the extra ``av``.
+
+What a file is goes by its first bytes, and nothing but that format's reader and a few decoders are
+tried: no playlists, no references to other files. FFmpeg runs in a process of its own, whose memory
+and time are bounded: what a file makes it do harms nobody else.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from mstar.errors import RequestError
+from mstar.preprocess.media.ffmpeg import REFUSED
+from mstar.preprocess.media.limits import MediaLimits
+from mstar.preprocess.media.types import Pixels, Samples, VideoMedia
+
+_READERS = {"MP4": "mp4", "WebM": "matroska", "AAC": "aac"}
+"""What FFmpeg calls the readers; WebM is a Matroska."""
+_SOUND = ("aac", "alac", "flac", "mp3", "mp3float", "opus", "vorbis")
+_FILMS = ("av1", "libdav1d", "h264", "hevc", "mpeg4", "vp8", "vp9")
+_MEMORY_BYTES = {"audio": 1 << 29, "video": 2 << 30}
+"""What reading one file may take, FFmpeg itself among it."""
+_PROCESSOR_SECONDS = 60
+"""What reading one file may take of a processor."""
+_BLOCK = 2**18
+"""Values of a piece of sound, over all channels."""
+_PROGRAM = Path(__file__).with_name("ffmpeg.py")
+_MAX_REASON = 400
+_OTHERS = {
+    "audio": "WAV, FLAC, MP3 or OGG",
+    "video": "an animated WebP or GIF, or frames: data:video/jpeg;base64,<frame>,<frame>,…",
+}
+
+
+class Sound(NamedTuple):
+    """A recording that is being read."""
+
+    rate: int
+    """Samples a second."""
+    num_channels: int
+    seconds: float | None
+    """Its length as the file has it; ``None``: it has none."""
+    blocks: Iterator[Samples]
+    """float32 ``[num_samples, num_channels]`` each."""
+
+
+def container_of(data: bytes) -> str | None:
+    """Return which container a file is, by its first bytes; ``None``: none of these.
+
+    >>> container_of(b"....ftypM4A "), container_of(b"RIFF....WAVE")
+    ('MP4', None)
+    """
+    if data[4:8] == b"ftyp":
+        return "MP4"
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "WebM"
+    head = _behind_tags(data)
+    # Twelve ones, and a layer that MPEG audio has not.
+    is_adts = len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
+    return "AAC" if is_adts else None
+
+
+def _behind_tags(data: bytes) -> bytes:
+    """Return the two bytes behind what an ID3 tag says of a recording."""
+    if data[:3] != b"ID3" or len(data) < 10:
+        return data[:2]
+    size = 0
+    for byte in data[6:10]:
+        size = size << 7 | byte & 0x7F
+    # A footer is as long as the header.
+    at = 10 + size + (10 if data[5] & 0x10 else 0)
+    return data[at : at + 2]
+
+
+@contextmanager
+def open_sound(data: bytes, container: str) -> Iterator[Sound]:
+    """Open the first recording of a file; a film's sound is one.
+
+    Args:
+        data: A whole file.
+        container: As ``container_of`` tells.
+
+    Raises:
+        RequestError: If it cannot be read here, has no sound, or is cut off; by ``blocks``, too.
+    """
+    with _reading(data, container, "audio") as reading:
+        head = reading.head()
+        channels = head["channels"]
+        yield Sound(head["rate"], channels, head["seconds"], _blocks(reading, channels))
+
+
+def _blocks(reading: "_Reading", channels: int) -> Iterator[Samples]:
+    size = 4 * channels * max(_BLOCK // channels, 1)
+    while content := reading.read(size):
+        yield np.frombuffer(content, np.float32).reshape(-1, channels).copy()
+
+
+def decode_film(data: bytes, container: str, fps: float, limits: MediaLimits) -> VideoMedia:
+    """Return frames of a file's first film: those on show at times ``1 / fps`` apart.
+
+    Args:
+        data: A whole file.
+        container: As ``container_of`` tells.
+        fps: Frames to take a second.
+        limits: Bounds of frames and pixels, by the header and while it is read.
+
+    Raises:
+        RequestError: If it cannot be read here, has no film, or too much of it.
+    """
+    chosen: list[Pixels] = []
+    with _reading(data, container, "video", fps=fps) as reading:
+        head = reading.head()
+        width, height = head["width"], head["height"]
+        _check_film((width, height), int((head["seconds"] or 0) * fps), fps, limits)
+        while count := int.from_bytes(reading.read(4), "little"):
+            _check_film((width, height), len(chosen) + count, fps, limits)
+            content = reading.read(3 * width * height)
+            pixels = np.frombuffer(content, np.uint8).reshape(height, width, 3)
+            # Phones hold their pictures upright by a note beside them.
+            chosen += [np.ascontiguousarray(np.rot90(pixels, head["turns"]))] * count
+    return VideoMedia(tuple(chosen), fps)
+
+
+def _check_film(size: tuple[int, int], num_frames: int, fps: float, limits: MediaLimits) -> None:
+    num_pixels = size[0] * size[1]
+    if max(size) > limits.image_side or num_pixels > limits.image_pixels:
+        raise RequestError(
+            f"the film is {size[0]} x {size[1]}; at most {limits.image_pixels} pixels and "
+            f"{limits.image_side} a side are taken: scale it down",
+            code="media_too_large",
+        )
+    if num_frames > limits.video_frames or num_frames * num_pixels > limits.request_pixels:
+        raise RequestError(
+            f"{num_frames} frames of {size[0]} x {size[1]} would be taken of the film, {fps:g} a "
+            f"second; at most {limits.video_frames} frames and {limits.request_pixels} pixels are: "
+            "take fewer a second (fps), scale it down or cut it",
+            code="media_too_large",
+        )
+
+
+class _Reading:
+    """A process that reads a file.
+
+    Args:
+        process: It, its output a pipe.
+        complaints: What it writes to standard error.
+        subject: What is read, for errors.
+        what: ``audio`` or ``video``.
+    """
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", complaints: IO[bytes], subject: str, what: str
+    ) -> None:
+        assert process.stdout is not None, "its output is a pipe"
+        self._out = process.stdout
+        self._process = process
+        self._complaints = complaints
+        self._subject = subject
+        self._what = what
+
+    def head(self) -> dict[str, Any]:
+        """Return what it says first."""
+        line = self._out.readline()
+        if not line.endswith(b"\n"):
+            self._end(is_whole=False)
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes: fewer, and none at last, at the end of a whole file."""
+        content = self._out.read(size)
+        if len(content) < size:
+            self._end(is_whole=True)
+        return content
+
+    def _end(self, *, is_whole: bool) -> None:
+        """Wait for its end, and say what was wrong, if anything was."""
+        status = self._process.wait()
+        if status == 0 and is_whole:
+            return
+        self._complaints.seek(0)
+        reason = self._complaints.read(_MAX_REASON).decode(errors="replace")
+        if status != REFUSED:
+            reason = (
+                f"FFmpeg died of it (exit {status}); it may take {_PROCESSOR_SECONDS} s of a "
+                f"processor and {_MEMORY_BYTES[self._what] >> 20} MiB of memory: send it smaller "
+                "or shorter"
+            )
+        raise RequestError(f"{self._subject}: {reason}", code=f"invalid_{self._what}")
+
+
+@contextmanager
+def _reading(data: bytes, container: str, what: str, **settings: Any) -> Iterator[_Reading]:
+    """Have a process read a file, which is ended with the block."""
+    if importlib.util.find_spec("av") is None:
+        raise RequestError(
+            f"the {what} is {container}, which takes the extra av here: pip install "
+            f"'mstar-engine[av]'; or send {_OTHERS[what]}",
+            code=f"invalid_{what}",
+        )
+    job = {
+        "reader": _READERS[container],
+        "what": what,
+        "decoders": _SOUND if what == "audio" else _FILMS,
+        "bytes": _MEMORY_BYTES[what],
+        "seconds": _PROCESSOR_SECONDS,
+        **settings,
+    }
+    command = [sys.executable, "-P", str(_PROGRAM), json.dumps(job)]
+    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as complaints:
+        file.write(data)
+        file.seek(0)
+        with subprocess.Popen(
+            command, stdin=file, stdout=subprocess.PIPE, stderr=complaints
+        ) as process:
+            subject = f"the {what}'s {len(data)} bytes of {container}"
+            try:
+                yield _Reading(process, complaints, subject, what)
+            finally:
+                process.kill()

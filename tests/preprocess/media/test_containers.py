@@ -1,0 +1,441 @@
+"""Recordings and films out of containers that FFmpeg wrote, whole and broken."""
+
+import io
+import resource
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mstar.errors import RequestError
+from mstar.preprocess.media import containers
+from mstar.preprocess.media.audio import decode_audio
+from mstar.preprocess.media.containers import container_of
+from mstar.preprocess.media.frames import decode_video
+from mstar.preprocess.media.limits import MediaLimits
+from tests.preprocess.media.contained import contained
+from tests.preprocess.media.test_audio import pitch_of, tone
+
+av = pytest.importorskip("av")
+LIMITS = MediaLimits()
+ResultT = TypeVar("ResultT")
+SOUND = [
+    ("mp4", "aac"),
+    ("mp4", "alac"),
+    ("mov", "pcm_s16le"),
+    ("webm", "libopus"),
+    ("matroska", "flac"),
+    ("adts", "aac"),
+]
+FILMS = [("mp4", "libx264"), ("mp4", "mpeg4"), ("webm", "libvpx-vp9"), ("matroska", "libvpx")]
+
+
+class Pipe:
+    """A file that is written from beginning to end, as by one who streams."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def write(self, data: bytes) -> int:
+        self.content += data
+        return len(data)
+
+    def getvalue(self) -> bytes:
+        return self.content
+
+
+def sound(
+    kind: str,
+    codec: str,
+    rate: int = 48_000,
+    seconds: float = 1.0,
+    channels: int = 1,
+    out: Any = None,
+    options: dict[str, str] | None = None,
+) -> bytes:
+    samples = np.stack([tone(rate, seconds)] * channels)
+    return contained(samples, rate, kind, codec, out, options)
+
+
+def film(
+    kind: str,
+    codec: str,
+    levels: list[int],
+    rate: int = 10,
+    size: tuple[int, int] = (64, 48),
+    with_sound: bool = False,
+) -> bytes:
+    """Frames each of one grey level."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=kind) as file:
+        stream = file.add_stream(codec, rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        if with_sound:
+            heard = file.add_stream("aac", rate=16_000, layout="mono")
+        for level in levels:
+            pixels = np.full((size[1], size[0], 3), level, np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode(None))
+        if with_sound:
+            frame = av.AudioFrame.from_ndarray(
+                tone(16_000, len(levels) / rate)[None], format="fltp", layout="mono"
+            )
+            frame.sample_rate, frame.pts = 16_000, 0
+            for part in (frame, None):
+                file.mux(heard.encode(part))
+    return out.getvalue()
+
+
+def levels_of(frames: tuple[npt.NDArray[np.uint8], ...]) -> list[int]:
+    return [round(float(frame.mean())) for frame in frames]
+
+
+@pytest.mark.parametrize(("kind", "codec"), SOUND)
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_tone_stays_the_same_tone_at_the_models_rate(
+    kind: str, codec: str, channels: int
+) -> None:
+    data = sound(kind, codec, channels=channels)
+    assert container_of(data) is not None
+    decoded = decode_audio(data, 16_000)
+    assert decoded.dtype == np.float32
+    assert len(decoded) == pytest.approx(16_000, abs=1_100)
+    assert pitch_of(decoded, 16_000) == pytest.approx(440, abs=3)
+    inner = decoded[2_000:-2_000]
+    assert np.sqrt(np.mean(inner**2)) == pytest.approx(0.5 / np.sqrt(2), abs=0.03)
+
+
+def test_what_loses_nothing_is_what_it_was() -> None:
+    samples = tone(16_000, 0.7)
+    decoded = decode_audio(sound("matroska", "flac", 16_000, 0.7), 16_000)
+    np.testing.assert_allclose(decoded, samples, atol=1 / 32_768)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec", "options"),
+    [
+        ("webm", "libopus", {"live": "1"}),
+        ("matroska", "aac", {}),
+        ("mp4", "aac", {"movflags": "frag_keyframe+empty_moov", "frag_duration": "200000"}),
+    ],
+)
+def test_what_a_browser_records_says_no_length_and_is_taken(
+    kind: str, codec: str, options: dict[str, str]
+) -> None:
+    data = sound(kind, codec, seconds=3.0, out=Pipe(), options=options)
+    decoded = decode_audio(data, 16_000)
+    assert len(decoded) == pytest.approx(48_000, abs=1_100)
+    half = attempt(lambda: decode_audio(data[: len(data) // 2], 16_000))
+    if kind == "mp4":
+        # A fragment says how long it is.
+        assert isinstance(half, RequestError)
+    else:
+        assert not isinstance(half, RequestError)
+        assert 16_000 < len(half) < 32_000
+
+
+def test_a_films_sound_is_a_recording() -> None:
+    data = film("mp4", "libx264", [100] * 10, with_sound=True)
+    decoded = decode_audio(data, 16_000)
+    assert pitch_of(decoded, 16_000) == pytest.approx(440, abs=3)
+
+
+@pytest.mark.parametrize(("kind", "codec"), FILMS)
+def test_frames_are_those_on_show_at_the_rate_that_is_asked_for(kind: str, codec: str) -> None:
+    levels = [*range(20, 220, 10)]
+    data = film(kind, codec, levels, rate=10)
+    taken = decode_video([data], None, LIMITS)
+    assert taken.fps == 2.0
+    assert [frame.shape for frame in taken.frames] == [(48, 64, 3)] * 4
+    for found, wanted in zip(levels_of(taken.frames), levels[::5], strict=True):
+        assert abs(found - wanted) < 6
+    every = levels_of(decode_video([data], 10.0, LIMITS).frames)
+    assert len(every) == len(levels)
+    # More a second than there are: each stands as long as it is shown.
+    twice = levels_of(decode_video([data], 20.0, LIMITS).frames)
+    assert twice == [level for level in every for _ in range(2)]
+    assert len(decode_video([data], 0.01, LIMITS).frames) == 1
+
+
+def test_a_film_is_laid_upright() -> None:
+    data = film("mp4", "mpeg4", [50, 60], rate=2, size=(64, 32))
+    upright = decode_video([data], 2.0, LIMITS)
+    # The matrix in the track's header, 16.16 and 2.30 fixed point, turned by a quarter.
+    plain = b"".join(n.to_bytes(4, "big") for n in (1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30))
+    turned = (0, 1 << 16, 0, (1 << 32) - (1 << 16), 0, 0, 0, 0, 1 << 30)
+    at = data.index(plain, data.index(b"tkhd"))
+    matrix = b"".join(n.to_bytes(4, "big") for n in turned)
+    found = decode_video([data[:at] + matrix + data[at + 36 :]], 2.0, LIMITS)
+    assert [frame.shape for frame in found.frames] == [(64, 32, 3)] * 2
+    for frame, known in zip(found.frames, upright.frames, strict=True):
+        # Such a matrix turns pictures clockwise.
+        assert np.array_equal(frame, np.rot90(known, -1))
+
+
+@pytest.mark.parametrize(
+    ("data", "what", "message"),
+    [
+        (sound("mp4", "aac"), "video", "bytes of MP4: it has no video"),
+        (film("webm", "libvpx-vp9", [1, 2]), "audio", "bytes of WebM: it has no audio"),
+        (b"\x1aE\xdf\xa3" + bytes(500), "audio", "504 bytes of WebM: it cannot be decoded"),
+        (b"\0\0\0\x20ftypM4A " + bytes(500), "audio", "512 bytes of MP4: it cannot be decoded"),
+        (b"\0\0\0\x20ftypheic" + bytes(500), "video", "512 bytes of MP4: it cannot be decoded"),
+        (b"\xff\xf1" + bytes(500), "audio", "502 bytes of AAC: it has no samples"),
+        (sound("matroska", "pcm_s16le"), "audio", None),
+        (
+            sound("matroska", "ac3"),
+            "audio",
+            "its audio is ac3, which is not decoded; known are aac, alac",
+        ),
+        (film("matroska", "ffv1", [3]), "video", "is ffv1, which is not decoded"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(data: bytes, what: str, message: str | None) -> None:
+    def read() -> Any:
+        return decode_audio(data, 16_000) if what == "audio" else decode_video([data], 1.0, LIMITS)
+
+    if message is None:
+        assert len(read())
+        return
+    with pytest.raises(RequestError, match=message) as caught:
+        read()
+    assert caught.value.code == f"invalid_{what}"
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("mp4", "aac"), ("matroska", "flac")])
+def test_a_recording_that_is_cut_off_is_refused(kind: str, codec: str) -> None:
+    data = sound(kind, codec, seconds=4.0)
+    for cut in range(0, len(data) * 4 // 5, len(data) // 50):
+        with pytest.raises(RequestError) as caught:
+            decode_audio(data[:cut], 16_000)
+        assert caught.value.code == "invalid_audio"
+
+
+def test_too_much_is_refused_with_what_may_be_asked_for() -> None:
+    with pytest.raises(RequestError, match=r"the audio is 2\.\d s long; at most 1 s") as caught:
+        decode_audio(sound("mp4", "aac", seconds=2.0), 16_000, MediaLimits(audio_seconds=1.0))
+    assert caught.value.code == "media_too_large"
+    data = film("mp4", "libx264", [9] * 40, rate=10)
+    for limits, fps, message in (
+        (MediaLimits(video_frames=7), 2.0, r"8 frames of 64 x 48 would be taken .* 2 a second"),
+        (MediaLimits(request_pixels=64 * 48 * 7), 2.0, "at most 768 frames and 21504 pixels"),
+        (MediaLimits(image_pixels=64 * 48 - 1), 2.0, "the film is 64 x 48; at most 3071 pixels"),
+        (MediaLimits(image_side=63), 2.0, "63 a side"),
+        (LIMITS, 1000.0, "4000 frames of 64 x 48"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            decode_video([data], fps, limits)
+        assert caught.value.code == "media_too_large"
+    assert len(decode_video([data], 2.0, MediaLimits(video_frames=8)).frames) == 8
+
+
+def attempt(read: Callable[[], ResultT]) -> ResultT | RequestError:
+    """What is read, or why nothing is."""
+    try:
+        return read()
+    except RequestError as error:
+        return error
+
+
+FILES = [sound("mp4", "aac"), sound("webm", "libopus"), film("mp4", "libx264", [5, 90, 200])]
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    number=st.integers(0, len(FILES) - 1),
+    places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=30),
+    keep=st.floats(0.1, 1),
+)
+def test_broken_files_are_read_or_refused(
+    number: int, places: list[tuple[float, int]], keep: float
+) -> None:
+    data = bytearray(FILES[number][: int(len(FILES[number]) * keep)])
+    for place, value in places:
+        data[int(place * (len(data) - 1))] = value
+    heard = attempt(lambda: decode_audio(bytes(data), 16_000))
+    if isinstance(heard, RequestError):
+        assert heard.code in {"invalid_audio", "media_too_large"}
+    else:
+        assert len(heard)
+    seen = attempt(lambda: decode_video([bytes(data)], 5.0, MediaLimits(image_pixels=2**16)))
+    if isinstance(seen, RequestError):
+        assert seen.code in {"invalid_video", "invalid_image", "media_too_large"}
+    else:
+        assert all(one.shape == other.shape for one, other in pairwise(seen.frames))
+
+
+def test_without_the_extra_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(RequestError, match=r"is MP4, .* pip install 'mstar-engine\[av\]'; or send"):
+        decode_audio(FILES[0], 16_000)
+    with pytest.raises(RequestError, match=r"the video is MP4.*or frames: data:video/jpeg"):
+        decode_video([FILES[2]], None, LIMITS)
+
+
+def pieces(
+    kind: str, codec: str, starts: list[float], rate: int = 48_000, out: Any = None
+) -> bytes:
+    """Seconds of a tone that begin at these times."""
+    out = io.BytesIO() if out is None else out
+    with av.open(out, "w", format=kind) as file:
+        stream = file.add_stream(codec, rate=rate, layout="mono")
+        context = stream.codec_context
+        size = context.frame_size or 1024
+        for start in starts:
+            samples = tone(rate, 1.0)
+            for at in range(0, len(samples) // size * size, size):
+                part = np.ascontiguousarray(samples[None, at : at + size])
+                frame = av.AudioFrame.from_ndarray(part, format="fltp", layout="mono")
+                frame.sample_rate = rate
+                (frame,) = av.AudioResampler(context.format, "mono", rate).resample(frame)
+                frame.pts, frame.time_base = int(start * rate) + at, Fraction(1, rate)
+                file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    data: bytes = out.getvalue()
+    return data
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("mp4", "aac"), ("webm", "libopus"), ("matroska", "flac")]
+)
+@pytest.mark.parametrize("starts", [[0.0, 3.0], [0.0, 1.0, 5.0], [2.0], [1000.0, 1003.5]])
+@pytest.mark.parametrize("is_piped", [False, True])
+def test_pauses_in_a_recording_are_silent_and_take_their_time(
+    kind: str, codec: str, starts: list[float], is_piped: bool
+) -> None:
+    if is_piped and kind == "mp4":
+        kind = "matroska"
+    decoded = decode_audio(pieces(kind, codec, starts, out=Pipe() if is_piped else None), 16_000)
+    tenths = [
+        float(np.abs(part).mean()) > 0.1
+        for part in np.split(decoded, range(1600, len(decoded), 1600))
+    ]
+    expected = {round(10 * (start - starts[0])) + n for start in starts for n in range(9)}
+    # Where a piece begins and ends a codec may be off by so much.
+    for tenth in range(len(tenths) - 1):
+        if tenth in expected and tenth - 1 in expected and tenth + 1 in expected:
+            assert tenths[tenth], tenth
+        if not expected & {tenth - 2, tenth - 1, tenth, tenth + 1}:
+            assert not tenths[tenth], tenth
+    assert len(decoded) / 16_000 == pytest.approx(starts[-1] - starts[0] + 1, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_pause_of_hours_is_refused_before_it_is_made(kind: str) -> None:
+    data = pieces(kind, {"mp4": "aac", "webm": "libopus"}[kind], [0.0, 4e4])
+    with pytest.raises(RequestError, match=r"the audio is 4000\d\.\d s long") as caught:
+        decode_audio(data, 16_000)
+    assert caught.value.code == "media_too_large"
+    live = pieces("matroska", "flac", [0.0, 4e4], out=Pipe())
+    with pytest.raises(RequestError, match=r"the audio is \d+\.\d s long; at most 100 s"):
+        decode_audio(live, 16_000, MediaLimits(audio_seconds=100))
+
+
+@pytest.mark.parametrize("layout", ["3.0", "5.1", "7.1", "hexadecagonal"])
+@pytest.mark.parametrize("codec", ["pcm_s16le", "flac"])
+def test_any_number_of_channels_is_mixed(layout: str, codec: str) -> None:
+    channels = av.AudioLayout(layout).nb_channels
+    if codec == "flac" and channels > 8:
+        codec = "pcm_f32le"
+    samples = tone(16_000, 0.5)
+    kind = {"pcm_f32le": "flt"}.get(codec, "s16")
+    values = np.repeat(samples, channels)[None]
+    if kind == "s16":
+        values = np.round(values * 32_767).astype(np.int16)
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as file:
+        stream = file.add_stream(codec, rate=16_000, layout=layout)
+        size = stream.codec_context.frame_size or 1024
+        for at in range(0, len(samples), size):
+            part = np.ascontiguousarray(values[:, at * channels : (at + size) * channels])
+            frame = av.AudioFrame.from_ndarray(part, format=kind, layout=layout)
+            frame.sample_rate, frame.pts, frame.time_base = 16_000, at, Fraction(1, 16_000)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    np.testing.assert_allclose(decode_audio(out.getvalue(), 16_000), samples, atol=1e-4)
+
+
+def test_sound_that_changes_within_a_file_is_refused() -> None:
+    first, other, wide = (
+        sound("adts", "aac", rate, channels=channels)
+        for rate, channels in ((16_000, 1), (44_100, 1), (16_000, 2))
+    )
+    assert len(decode_audio(first + first, 16_000)) > 32_000
+    with pytest.raises(RequestError, match=r"16000 samples a second .* at first, 44100"):
+        decode_audio(first + other, 16_000)
+    with pytest.raises(RequestError, match="and 1 channels at first, 16000 and 2 later"):
+        decode_audio(first + wide, 16_000)
+
+
+@pytest.mark.parametrize(
+    "tag", [b"ID3\x04\0\0\0\0\1\0" + bytes(128), b"ID3\x04\0\x10\0\0\1\0" + bytes(138)]
+)
+def test_a_tag_before_a_recording_is_passed_by(tag: bytes) -> None:
+    data = sound("adts", "aac", 16_000)
+    assert container_of(tag + data) == "AAC"
+    assert np.array_equal(decode_audio(tag + data, 16_000), decode_audio(data, 16_000))
+    assert container_of(tag + b"\xff\xfb") is container_of(tag) is container_of(tag[:9]) is None
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_film_that_is_cut_off_is_refused(kind: str) -> None:
+    data = film(kind, {"mp4": "libx264", "webm": "libvpx-vp9"}[kind], [*range(100)], rate=25)
+    assert len(decode_video([data], 2.0, LIMITS).frames) == 8
+    for share in (0.3, 0.5, 0.8):
+        with pytest.raises(RequestError, match=r"cut off|cannot be decoded") as caught:
+            decode_video([data[: int(share * len(data))]], 2.0, LIMITS)
+        assert caught.value.code == "invalid_video"
+
+
+@pytest.mark.parametrize("count", [10**7, 2**25, 2**29])
+def test_a_header_that_asks_for_gigabytes_gets_none(count: int) -> None:
+    """Counts of samples that are not there."""
+    data = bytearray(sound("mp4", "aac", seconds=0.1))
+    for name, offset, numbers in (
+        (b"stsz", 8, (1, count)),
+        (b"stts", 12, (count,)),
+        (b"stsc", 16, (count,)),
+    ):
+        at = data.index(name) + offset
+        data[at : at + 4 * len(numbers)] = b"".join(n.to_bytes(4, "big") for n in numbers)
+    with pytest.raises(RequestError, match=r"no samples|cannot be decoded|MiB of memory"):
+        decode_audio(bytes(data), 16_000)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert peak < containers._MEMORY_BYTES["video"] >> 10
+
+
+def test_what_takes_too_long_to_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sound("adts", "aac", 16_000) * 3000
+    monkeypatch.setattr(containers, "_PROCESSOR_SECONDS", 1)
+    with pytest.raises(
+        RequestError, match=r"FFmpeg died of it \(exit -\d+\); it may take 1 s"
+    ) as caught:
+        decode_audio(data, 16_000)
+    assert caught.value.code == "invalid_audio"
+
+
+def test_a_reader_that_dies_is_told_from_the_end_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "dies.py"
+    monkeypatch.setattr(containers, "_PROGRAM", program)
+    head = b'{"rate": 16000, "channels": 1, "seconds": 9.0}\n'
+    for said in (b"", head[:9], head, head + bytes(4 * 3), head + bytes(2**21 + 3)):
+        (tmp_path / "said").write_bytes(said)
+        program.write_text(
+            "import os, sys\n"
+            f"sys.stdout.buffer.write(open({str(tmp_path / 'said')!r}, 'rb').read())\n"
+            "sys.stdout.buffer.flush()\n"
+            "os.kill(os.getpid(), 11)\n"
+        )
+        with pytest.raises(RequestError, match=r"died of it \(exit -11\)"):
+            decode_audio(FILES[0], 16_000)
