@@ -121,8 +121,9 @@ class Worker:
         except RequestError as error:
             failure = ApiError(400, error.message, code=error.code, param=error.param)
             return PrepareFailed(job_id=job.job_id, status=400, error=failure.error)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            # A body must not end the worker; what it found is our mistake, not the client's.
+        except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError):
+            # A body must not end the worker; what it found is our mistake or the machine's, not
+            # the client's.
             logger.error("request %s: %s", job.request_id, traceback.format_exc())
             info = ErrorInfo(f"preparing request {job.request_id} failed", "internal_error")
             return PrepareFailed(job_id=job.job_id, status=500, error=info)

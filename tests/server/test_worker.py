@@ -52,3 +52,17 @@ def test_what_the_model_cannot_do_comes_before_what_is_wrong_with_the_body(
 def test_a_model_that_is_not_here_is_told_of_first(route: Route, fields: dict[str, object]) -> None:
     answer = asked(SILENT, route, fields | {"model": "other"})
     assert (answer.status, answer.error.code) == (404, "model_not_found")
+
+
+class _Unlucky:
+    """Does something for which the machine has no room."""
+
+    @property
+    def tasks(self) -> frozenset[str]:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_machine_without_room_fails_the_request_and_not_the_worker() -> None:
+    answer = asked(_Unlucky(), "chat", {"messages": MESSAGES})
+    assert (answer.status, answer.error.code) == (500, "internal_error")
+    assert "space" not in answer.error.message

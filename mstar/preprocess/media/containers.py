@@ -2,15 +2,17 @@
 
 What a file is goes by its first bytes, and nothing but that format's reader and a few decoders are
 tried: no playlists, no references to other files. FFmpeg runs in a process of its own, whose memory
-and time are bounded: what a file makes it do harms nobody else.
+and time are bounded: what a file makes it do harms nobody else. Whether all of a file is there is
+told here, by the sizes that it names itself.
 """
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -26,6 +28,11 @@ _READERS = {"MP4": "mp4", "WebM": "matroska", "AAC": "aac"}
 """What FFmpeg calls the readers; WebM is a Matroska."""
 _SOUND = ("aac", "alac", "flac", "mp3", "mp3float", "opus", "vorbis")
 _FILMS = ("av1", "libdav1d", "h264", "hevc", "mpeg4", "vp8", "vp9")
+_FIRST_BOXES = frozenset({b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide"})
+"""What an MP4 begins with; QuickTime's need not name their kind."""
+_BOX_HEAD = 8
+_EBML_HEAD, _SEGMENT, _VOID = 0x1A45DFA3, 0x18538067, 0xEC
+"""Elements of a Matroska."""
 _MEMORY_BYTES = {"audio": 1 << 29, "video": 2 << 30}
 """What reading one file may take, FFmpeg itself among it."""
 _PROCESSOR_SECONDS = 60
@@ -33,7 +40,6 @@ _PROCESSOR_SECONDS = 60
 _BLOCK = 2**18
 """Values of a piece of sound, over all channels."""
 _PROGRAM = Path(__file__).with_name("ffmpeg.py")
-_MAX_REASON = 400
 _OTHERS = {
     "audio": "WAV, FLAC, MP3 or OGG",
     "video": "an animated WebP or GIF, or frames: data:video/jpeg;base64,<frame>,<frame>,…",
@@ -58,7 +64,7 @@ def container_of(data: bytes) -> str | None:
     >>> container_of(b"....ftypM4A "), container_of(b"RIFF....WAVE")
     ('MP4', None)
     """
-    if data[4:8] == b"ftyp":
+    if data[4:8] in _FIRST_BOXES:
         return "MP4"
     if data[:4] == b"\x1aE\xdf\xa3":
         return "WebM"
@@ -80,6 +86,61 @@ def _behind_tags(data: bytes) -> bytes:
     return data[at : at + 2]
 
 
+def _check_is_whole(data: bytes, container: str, what: str) -> None:
+    """Refuse a file that ends before its boxes or its segment do."""
+    size = {"MP4": _size_of_boxes, "WebM": _size_of_segment}.get(container, len)(data)
+    if size > len(data):
+        raise RequestError(
+            f"the {what} is cut off: the {container} is {size} bytes, {len(data)} are there; send "
+            "the whole file",
+            code=f"invalid_{what}",
+        )
+
+
+def _size_of_boxes(data: bytes) -> int:
+    """Return where the last of an MP4's boxes ends that begins in ``data``."""
+    at = 0
+    while at + _BOX_HEAD <= len(data):
+        size, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + _BOX_HEAD]
+        if size == 1:
+            size = int.from_bytes(data[at + _BOX_HEAD : at + 2 * _BOX_HEAD], "big")
+        # No size is all that is there; what has no name is no box.
+        if size < _BOX_HEAD or not (name.isascii() and name.decode().isprintable()):
+            break
+        at += size
+    return at
+
+
+def _size_of_segment(data: bytes) -> int:
+    """Return where a Matroska's segment ends; one that was streamed does not say."""
+    at = 0
+    while at < len(data):
+        name, at = _ebml_number(data, at, keeps_marker=True)
+        size, at = _ebml_number(data, at, keeps_marker=False)
+        if size is None or name not in (_EBML_HEAD, _SEGMENT, _VOID):
+            break
+        at += size
+        if name == _SEGMENT:
+            return at
+    return len(data)
+
+
+def _ebml_number(data: bytes, at: int, *, keeps_marker: bool) -> tuple[int | None, int]:
+    """Return a number and what is behind it; ``None``: it is unknown, or there is none.
+
+    As many zeros as its first byte begins with, so many more bytes it has.
+    """
+    num_bytes = 9 - data[at].bit_length() if at < len(data) else 9
+    content = data[at : at + num_bytes]
+    if num_bytes > 8 or len(content) < num_bytes:
+        return None, len(data)
+    number = int.from_bytes(content, "big")
+    mask = (1 << 7 * num_bytes) - 1
+    if keeps_marker:
+        return number, at + num_bytes
+    return (None if number & mask == mask else number & mask), at + num_bytes
+
+
 @contextmanager
 def open_sound(data: bytes, container: str) -> Iterator[Sound]:
     """Open the first recording of a file; a film's sound is one.
@@ -90,6 +151,7 @@ def open_sound(data: bytes, container: str) -> Iterator[Sound]:
 
     Raises:
         RequestError: If it cannot be read here, has no sound, or is cut off; by ``blocks``, too.
+        OSError: If this machine has no room for a file or a process.
     """
     with _reading(data, container, "audio") as reading:
         head = reading.head()
@@ -118,15 +180,25 @@ def decode_film(data: bytes, container: str, fps: float, limits: MediaLimits) ->
     chosen: list[Pixels] = []
     with _reading(data, container, "video", fps=fps) as reading:
         head = reading.head()
-        width, height = head["width"], head["height"]
+        width, height = head["size"]
         _check_film((width, height), int((head["seconds"] or 0) * fps), fps, limits)
         while count := int.from_bytes(reading.read(4), "little"):
             _check_film((width, height), len(chosen) + count, fps, limits)
             content = reading.read(3 * width * height)
             pixels = np.frombuffer(content, np.uint8).reshape(height, width, 3)
-            # Phones hold their pictures upright by a note beside them.
-            chosen += [np.ascontiguousarray(np.rot90(pixels, head["turns"]))] * count
+            chosen += [np.ascontiguousarray(_upright(pixels, head["matrix"]))] * count
     return VideoMedia(tuple(chosen), fps)
+
+
+def _upright(pixels: Pixels, matrix: Sequence[int]) -> Pixels:
+    """Return a picture turned by quarters and mirrored, as is nearest to a note beside it.
+
+    What stands at ``x, y`` is moved to ``a x + c y, b x + d y``.
+    """
+    a, b, c, d = matrix
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
 def _check_film(size: tuple[int, int], num_frames: int, fps: float, limits: MediaLimits) -> None:
@@ -187,10 +259,12 @@ class _Reading:
         if status == 0 and is_whole:
             return
         self._complaints.seek(0)
-        reason = self._complaints.read(_MAX_REASON).decode(errors="replace")
-        if status != REFUSED:
+        reason = self._complaints.read().decode(errors="replace")
+        if status >= 0 and status != REFUSED:
+            raise RuntimeError(f"reading {self._subject} ended with {status}: {reason}")
+        if status < 0:
             reason = (
-                f"FFmpeg died of it (exit {status}); it may take {_PROCESSOR_SECONDS} s of a "
+                f"FFmpeg died of it (signal {-status}); it may take {_PROCESSOR_SECONDS} s of a "
                 f"processor and {_MEMORY_BYTES[self._what] >> 20} MiB of memory: send it smaller "
                 "or shorter"
             )
@@ -206,7 +280,10 @@ def _reading(data: bytes, container: str, what: str, **settings: Any) -> Iterato
             f"'mstar-engine[av]'; or send {_OTHERS[what]}",
             code=f"invalid_{what}",
         )
+    _check_is_whole(data, container, what)
     job = {
+        "path": sys.path,
+        "parent": os.getpid(),
         "reader": _READERS[container],
         "what": what,
         "decoders": _SOUND if what == "audio" else _FILMS,
@@ -214,12 +291,17 @@ def _reading(data: bytes, container: str, what: str, **settings: Any) -> Iterato
         "seconds": _PROCESSOR_SECONDS,
         **settings,
     }
-    command = [sys.executable, "-P", str(_PROGRAM), json.dumps(job)]
+    command = [sys.executable, "-I", str(_PROGRAM), json.dumps(job)]
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as complaints:
         file.write(data)
         file.seek(0)
         with subprocess.Popen(
-            command, stdin=file, stdout=subprocess.PIPE, stderr=complaints
+            command,
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            # A terminal's Ctrl-C is the parent's.
+            start_new_session=True,
         ) as process:
             subject = f"the {what}'s {len(data)} bytes of {container}"
             try:

@@ -28,7 +28,15 @@ def decode_video(contents: Sequence[bytes], fps: float | None, limits: MediaLimi
         container = container_of(contents[0])
         if container is not None:
             return decode_film(contents[0], container, fps or DEFAULT_FPS, limits)
-        frames, own_fps = decode_frames(contents[0], limits)
+        try:
+            frames, own_fps = decode_frames(contents[0], limits)
+        except RequestError as error:
+            if error.code != "invalid_image":
+                raise
+            raise RequestError(
+                f"the film is no MP4, WebM or animation that can be read: {error.message}",
+                code="invalid_video",
+            ) from error
         return VideoMedia(frames, fps or own_fps)
     if len(contents) > limits.video_frames:
         raise RequestError(
