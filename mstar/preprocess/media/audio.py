@@ -9,7 +9,8 @@ import soundfile
 import soxr
 
 from mstar.errors import RequestError
-from mstar.preprocess.media.containers import Sound, container_of, open_sound
+from mstar.preprocess.media.containers import Sound, open_sound
+from mstar.preprocess.media.headers import container_of
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Samples
 

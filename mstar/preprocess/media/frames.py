@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from mstar.errors import RequestError
-from mstar.preprocess.media.containers import container_of, decode_film
+from mstar.preprocess.media.containers import decode_film
+from mstar.preprocess.media.headers import container_of
 from mstar.preprocess.media.images import decode_frames, decode_image
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Pixels, VideoMedia

@@ -19,8 +19,8 @@ from hypothesis import given, settings, strategies as st
 from mstar.errors import RequestError
 from mstar.preprocess.media import containers
 from mstar.preprocess.media.audio import decode_audio
-from mstar.preprocess.media.containers import container_of
 from mstar.preprocess.media.frames import decode_video
+from mstar.preprocess.media.headers import container_of
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Pixels
 from tests.preprocess.media.contained import contained
