@@ -27,7 +27,8 @@ from mstar.transport.messages import (
 logger = logging.getLogger(__name__)
 
 # One job in hand and one waiting behind it: the worker never idles between two jobs, and little
-# has to be sent again when it dies.
+# has to be sent again when it dies. Long ones wait in the pool, where those that nobody waits for
+# any longer are dropped.
 _MAX_JOBS_PER_WORKER = 2
 _MAX_ATTEMPTS = 2
 _MANY_NBYTES = 1 << 16
@@ -238,7 +239,7 @@ class WorkerPool:
         """Return a worker that has room, and keeps the job waiting for no longer one."""
         ready = [w for w in self._workers if w.is_configured and len(w.jobs) < _MAX_JOBS_PER_WORKER]
         if job.is_long:
-            ready = [w for w in ready if not w.is_quick]
+            ready = [w for w in ready if not w.is_quick and not w.jobs]
         elif self._has_quick:
             ready = [w for w in ready if not any(own.is_long for own in w.jobs)]
         return min(ready, key=lambda w: len(w.jobs), default=None)

@@ -200,7 +200,8 @@ async def test_a_text_waits_for_no_recording() -> None:
         for n, body in enumerate(bodies)
     ]
     await turn()
-    assert [job.request_id for job in jobs(slow)] == ["r0", "r1"]
+    # Those behind wait where they can be given up.
+    assert [job.request_id for job in jobs(slow)] == ["r0"]
     assert [job.request_id for job in jobs(quick)] == ["c0"]
     quick.say(prepared(*jobs(quick)))
     assert (await chats[0]).request_ids == ["c0"]
@@ -220,6 +221,25 @@ async def test_a_text_waits_for_no_recording() -> None:
     asked = [f"r{n}" for n in range(4)] + [f"c{n}" for n in range(1, 4)]
     assert [job.request_id for job in jobs(slow)] == asked
     assert [(await task).request_ids[0] for task in (*recordings, *chats[1:])] == asked
+    await setup.stop()
+
+
+async def test_a_recording_that_nobody_waits_for_is_not_sent_behind_another() -> None:
+    setup = Pool(1)
+    (slow,) = setup.alive
+    slow.say(WorkerReady(abilities=HEARING))
+    tasks = [
+        asyncio.create_task(setup.pool.prepare(f"r{n}", "transcription", b"")) for n in range(3)
+    ]
+    await turn()
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    slow.say(prepared(jobs(slow)[0]))
+    assert (await tasks[0]).request_ids == ["r0"]
+    await turn()
+    assert [job.request_id for job in jobs(slow)] == ["r0", "r2"]
+    slow.say(prepared(jobs(slow)[1]))
+    assert (await tasks[2]).request_ids == ["r2"]
     await setup.stop()
 
 

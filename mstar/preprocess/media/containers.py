@@ -26,12 +26,20 @@ from mstar.preprocess.media.types import Pixels, Samples, VideoMedia
 
 _READERS = {"MP4": "mp4", "WebM": "matroska", "AAC": "aac"}
 """What FFmpeg calls the readers; WebM is a Matroska."""
-_SOUND = ("aac", "alac", "flac", "mp3", "mp3float", "opus", "vorbis")
-_FILMS = ("av1", "libdav1d", "h264", "hevc", "mpeg4", "vp8", "vp9")
+_DECODERS = {
+    "audio": ("aac", "alac", "flac", "mp3", "mp3float", "opus", "vorbis"),
+    "video": ("av1", "libdav1d", "h264", "hevc", "mpeg4", "vp8", "vp9"),
+}
+"""What FFmpeg calls them; PCM of all kinds is among those of sound."""
+_CODECS = {
+    "audio": "AAC, ALAC, FLAC, MP3, Opus, Vorbis or PCM",
+    "video": "AV1, H.264, HEVC, MPEG-4, VP8 or VP9",
+}
 _MEMORY_BYTES = {"audio": 1 << 29, "video": 2 << 30}
 """What reading one file may take, FFmpeg itself among it."""
-_PROCESSOR_SECONDS = 60
-"""What reading one file may take of a processor."""
+_PROCESSOR_SECONDS = {"audio": (5, 1), "video": (10, 5)}
+"""What reading one file may take of a processor, and how much more for each MiB of it."""
+_MAX_PROCESSOR_SECONDS = 60
 _BLOCK = 2**18
 """Values of a piece of sound, over all channels."""
 _PROGRAM = Path(__file__).with_name("ffmpeg.py")
@@ -149,10 +157,16 @@ class _Reading:
         complaints: What it writes to standard error.
         subject: What is read, for errors.
         what: ``audio`` or ``video``.
+        seconds: What it may take of a processor.
     """
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", complaints: IO[bytes], subject: str, what: str
+        self,
+        process: "subprocess.Popen[bytes]",
+        complaints: IO[bytes],
+        subject: str,
+        what: str,
+        seconds: int,
     ) -> None:
         assert process.stdout is not None, "its output is a pipe"
         self._out = process.stdout
@@ -160,6 +174,7 @@ class _Reading:
         self._complaints = complaints
         self._subject = subject
         self._what = what
+        self._seconds = seconds
 
     def head(self) -> dict[str, Any]:
         """Return what it says first."""
@@ -187,11 +202,16 @@ class _Reading:
             raise RuntimeError(f"reading {self._subject} ended with {status}: {reason}")
         if status < 0:
             reason = (
-                f"FFmpeg died of it (signal {-status}); it may take {_PROCESSOR_SECONDS} s of a "
+                f"FFmpeg died of it (signal {-status}); it may take {self._seconds} s of a "
                 f"processor and {_MEMORY_BYTES[self._what] >> 20} MiB of memory: send it smaller "
                 "or shorter"
             )
         raise RequestError(f"{self._subject}: {reason}", code=f"invalid_{self._what}")
+
+
+def _seconds_for(num_bytes: int, what: str) -> int:
+    least, each = _PROCESSOR_SECONDS[what]
+    return min(least + each * (num_bytes >> 20), _MAX_PROCESSOR_SECONDS)
 
 
 @contextmanager
@@ -204,14 +224,16 @@ def _reading(data: bytes, container: str, what: str, **settings: Any) -> Iterato
             code=f"invalid_{what}",
         )
     _check_is_whole(data, container, what)
+    seconds = _seconds_for(len(data), what)
     job = {
         "path": sys.path,
         "parent": os.getpid(),
         "reader": _READERS[container],
         "what": what,
-        "decoders": _SOUND if what == "audio" else _FILMS,
+        "decoders": _DECODERS,
+        "codecs": _CODECS[what],
         "bytes": _MEMORY_BYTES[what],
-        "seconds": _PROCESSOR_SECONDS,
+        "seconds": seconds,
         **settings,
     }
     command = [sys.executable, "-I", str(_PROGRAM), json.dumps(job)]
@@ -228,6 +250,6 @@ def _reading(data: bytes, container: str, what: str, **settings: Any) -> Iterato
         ) as process:
             subject = f"the {what}'s {len(data)} bytes of {container}"
             try:
-                yield _Reading(process, complaints, subject, what)
+                yield _Reading(process, complaints, subject, what, seconds)
             finally:
                 process.kill()

@@ -37,14 +37,14 @@ def main() -> None:
     import av  # noqa: PLC0415 - behind the limits
 
     what, decoders = job["what"], job["decoders"]
-    if what == "audio":
-        decoders += sorted(name for name in av.codecs_available if name.startswith("pcm_"))
-    options = {"codec_whitelist": ",".join(decoders)}
+    decoders["audio"] += sorted(name for name in av.codecs_available if name.startswith("pcm_"))
+    # Streams that are not asked for, too: FFmpeg tells by all of them when a file begins.
+    options = {"codec_whitelist": ",".join(decoders["audio"] + decoders["video"])}
     try:
         with av.open(
             sys.stdin.buffer, format=job["reader"], options=options, metadata_errors="replace"
         ) as file:
-            stream = _stream(file, what, decoders)
+            stream = _stream(file, what, decoders[what], job["codecs"])
             if what == "audio":
                 _play(file, stream)
             else:
@@ -87,7 +87,7 @@ def _say(**head: Any) -> None:
     sys.stdout.buffer.write(json.dumps(head).encode() + b"\n")
 
 
-def _stream(file: Any, what: str, decoders: list[str]) -> Any:
+def _stream(file: Any, what: str, decoders: list[str], codecs: str) -> Any:
     """Return the first stream that can be decoded; a cover is no film."""
     import av  # noqa: PLC0415 - behind the limits
 
@@ -101,13 +101,18 @@ def _stream(file: Any, what: str, decoders: list[str]) -> Any:
             return stream
     if not own:
         _refuse(f"it has no {what}")
-    known = ["PCM" if name.startswith("pcm_") else name for name in decoders]
-    _refuse(
-        f"its {what} is {names[0]}, which is not decoded; send {', '.join(dict.fromkeys(known))}"
-    )
+    _refuse(f"its {what} is {names[0]}, which is not decoded; send {codecs}")
 
 
-def _seconds(file: Any, stream: Any) -> float | None:
+def _start(file: Any, first: Any) -> float:
+    """Return when the first of all streams begins; ``first`` is a frame of one of them."""
+    own = first.time or 0.0
+    # Of a few frames FFmpeg does not tell when they begin.
+    start: float = own if file.start_time is None else min(file.start_time / 1e6, own)
+    return start
+
+
+def _seconds(file: Any, stream: Any, start: float) -> float | None:
     """Return when a stream ends by the file's header; ``None``: it does not say."""
     if file.format.name == "aac":
         # What FFmpeg tells is a guess by the bit rate.
@@ -115,31 +120,26 @@ def _seconds(file: Any, stream: Any) -> float | None:
     if "matroska" not in file.format.name:
         if stream.duration is None or stream.start_time is None:
             return None
-        return float((stream.start_time + stream.duration) * stream.time_base) - _start(file)
+        return float((stream.start_time + stream.duration) * stream.time_base) - start
     # The length of a whole Matroska since time 0; where a stream has one, both are guesses.
     if len(file.streams) > 1 or file.duration is None or stream.duration is not None:
         return None
-    length: float = file.duration / 1e6 - max(_start(file), 0.0)
+    length: float = file.duration / 1e6 - max(start, 0.0)
     return max(length, 0.0)
-
-
-def _start(file: Any) -> float:
-    """Return when the first of all streams begins."""
-    start: float = (file.start_time or 0) / 1e6
-    return start
 
 
 def _play(file: Any, stream: Any) -> None:
     """Write samples, silence where the file has none, each at its time."""
     out = sys.stdout.buffer
-    start, rate, channels, num_written = _start(file), 0, 0, 0
+    start, rate, channels, num_written = 0.0, 0, 0, 0
     interleave: Any = None
     for frame in file.decode(stream):
         own = frame.sample_rate, frame.layout.nb_channels
         if interleave is None:
             rate, channels = own
+            start = _start(file, frame)
             interleave = _Interleaving(frame)
-            _say(rate=rate, channels=channels, seconds=_seconds(file, stream))
+            _say(rate=rate, channels=channels, seconds=_seconds(file, stream, start))
         elif own != (rate, channels):
             _refuse(
                 f"its sound has {rate} samples a second and {channels} channels at first, {own[0]} "
@@ -201,12 +201,14 @@ def _be_silent(num_values: int) -> None:
 
 def _show(file: Any, stream: Any, fps: float) -> None:
     """Write the frames that are on show at times ``1 / fps`` apart."""
-    start, seconds = _start(file), _seconds(file, stream)
-    num_taken = 0
+    start, num_taken = 0.0, 0
+    seconds: float | None = None
     writer: Any = None
     last: Any = None
     for frame in file.decode(stream):
         if writer is None:
+            start = _start(file, frame)
+            seconds = _seconds(file, stream, start)
             writer = _FrameWriter(frame, stream.sample_aspect_ratio)
             _say(size=writer.size, matrix=_matrix(frame), seconds=seconds)
         else:

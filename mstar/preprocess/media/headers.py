@@ -2,9 +2,25 @@
 
 _FIRST_BOXES = frozenset({b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide"})
 """What an MP4 begins with; QuickTime's need not name their kind."""
+_BOXES = _FIRST_BOXES | {
+    b"uuid",
+    b"sidx",
+    b"ssix",
+    b"mfra",
+    b"meta",
+    b"prft",
+    b"emsg",
+    b"pdin",
+    b"udta",
+}
+"""What an MP4 is made of; what else stands behind it, a tag or a page, is none of it."""
+_PICTURES = frozenset({b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1"})
+"""Kinds of MP4 that are pictures."""
 _BOX_HEAD = 8
-_EBML_HEAD, _SEGMENT, _VOID = 0x1A45DFA3, 0x18538067, 0xEC
+_MAX_BOXES = 1 << 20
+_EBML_HEAD, _SEGMENT, _VOID, _CRC = 0x1A45DFA3, 0x18538067, 0xEC, 0xBF
 """Elements of a Matroska."""
+_MAX_ELEMENTS = 64
 
 
 def container_of(data: bytes) -> str | None:
@@ -13,7 +29,7 @@ def container_of(data: bytes) -> str | None:
     >>> container_of(b"....ftypM4A "), container_of(b"RIFF....WAVE")
     ('MP4', None)
     """
-    if data[4:8] in _FIRST_BOXES:
+    if data[4:8] in _FIRST_BOXES and data[8:12] not in _PICTURES:
         return "MP4"
     if data[:4] == b"\x1aE\xdf\xa3":
         return "WebM"
@@ -49,29 +65,31 @@ def size_of(data: bytes, container: str) -> int:
 def _size_of_boxes(data: bytes) -> int:
     """Return where the last of an MP4's boxes ends that begins in ``data``."""
     at = 0
-    while at + _BOX_HEAD <= len(data):
+    for _ in range(_MAX_BOXES):
         size, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + _BOX_HEAD]
+        least = _BOX_HEAD
         if size == 1:
-            size = int.from_bytes(data[at + _BOX_HEAD : at + 2 * _BOX_HEAD], "big")
-        # No size is all that is there; what has no name is no box.
-        if size < _BOX_HEAD or not (name.isascii() and name.decode().isprintable()):
+            least = 2 * _BOX_HEAD
+            size = int.from_bytes(data[at + _BOX_HEAD : at + least], "big")
+        # No size is all that is there.
+        if size < least or name not in _BOXES:
             break
         at += size
     return at
 
 
 def _size_of_segment(data: bytes) -> int:
-    """Return where a Matroska's segment ends; one that was streamed does not say."""
-    at = 0
-    while at < len(data):
+    """Return where a Matroska's last segment ends; one that was streamed does not say."""
+    at = end = 0
+    for _ in range(_MAX_ELEMENTS):
         name, at = _ebml_number(data, at, keeps_marker=True)
         size, at = _ebml_number(data, at, keeps_marker=False)
-        if size is None or name not in (_EBML_HEAD, _SEGMENT, _VOID):
+        if size is None or name not in (_EBML_HEAD, _SEGMENT, _VOID, _CRC):
             break
         at += size
         if name == _SEGMENT:
-            return at
-    return len(data)
+            end = at
+    return end
 
 
 def _ebml_number(data: bytes, at: int, *, keeps_marker: bool) -> tuple[int | None, int]:

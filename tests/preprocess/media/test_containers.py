@@ -2,8 +2,10 @@
 
 import io
 import re
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -15,12 +17,13 @@ import numpy.typing as npt
 import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
+from PIL import Image
 
 from mstar.errors import RequestError
 from mstar.preprocess.media import containers
 from mstar.preprocess.media.audio import decode_audio
 from mstar.preprocess.media.frames import decode_video
-from mstar.preprocess.media.headers import container_of
+from mstar.preprocess.media.headers import container_of, size_of
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Pixels
 from tests.preprocess.media.contained import contained
@@ -73,6 +76,7 @@ def film_of(
     frames: Sequence[npt.NDArray[np.uint8]],
     rate: int = 10,
     sound_seconds: float = 0.0,
+    sound_start: float = 0.0,
     aspect: Fraction | None = None,
     last: float | None = None,
 ) -> bytes:
@@ -107,7 +111,10 @@ def film_of(
                 context.format, "mono", 48_000, frame_size=context.frame_size or None
             )
             for part in (*resampler.resample(frame), *resampler.resample(None), None):
-                file.mux(heard.encode(part))
+                for packet in heard.encode(part):
+                    packet.pts += round(sound_start / packet.time_base)
+                    packet.dts = packet.pts
+                    file.mux(packet)
     return out.getvalue()
 
 
@@ -118,11 +125,12 @@ def film(
     rate: int = 10,
     size: tuple[int, int] = (64, 48),
     sound_seconds: float = 0.0,
+    sound_start: float = 0.0,
     last: float | None = None,
 ) -> bytes:
     """Frames each of one grey level."""
     frames = [np.full((size[1], size[0], 3), level, np.uint8) for level in levels]
-    return film_of(kind, codec, frames, rate, sound_seconds, last=last)
+    return film_of(kind, codec, frames, rate, sound_seconds, sound_start, last=last)
 
 
 def levels_of(frames: tuple[npt.NDArray[np.uint8], ...]) -> list[int]:
@@ -252,18 +260,18 @@ def test_pixels_that_are_not_square_are_made_so() -> None:
         (film("webm", "libvpx-vp9", [1, 2]), "audio", "bytes of WebM: it has no audio"),
         (b"\x1aE\xdf\xa3" + bytes(500), "audio", "504 bytes of WebM: it cannot be decoded"),
         (b"\0\0\0\x20ftypM4A " + bytes(500), "audio", "512 bytes of MP4: it cannot be decoded"),
-        (b"\0\0\0\x20ftypheic" + bytes(500), "video", "512 bytes of MP4: it cannot be decoded"),
+        (b"\0\0\0\x20ftypheic" + bytes(500), "video", "the film is no MP4, WebM or animation"),
         (b"\xff\xf1" + bytes(500), "audio", "502 bytes of AAC: it has no samples"),
         (sound("matroska", "pcm_s16le"), "audio", None),
         (
             sound("matroska", "ac3"),
             "audio",
-            r"its audio is ac3, which is not decoded; send aac, alac, .* vorbis, PCM$",
+            r"its audio is ac3, which is not decoded; send AAC, ALAC, .* or PCM$",
         ),
         (
             film("matroska", "ffv1", [3]),
             "video",
-            r"is ffv1, which is not decoded; send av1, .* vp9$",
+            r"is ffv1, which is not decoded; send AV1, .* or VP9$",
         ),
     ],
 )
@@ -497,7 +505,7 @@ def test_a_header_that_asks_for_gigabytes_gets_none(count: int, tmp_path: Path) 
 def test_what_takes_too_long_to_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     # Hours of silence in a few megabytes.
     data = contained(np.zeros((1, 48_000), np.float32), 48_000, "adts", "aac") * 20_000
-    monkeypatch.setattr(containers, "_PROCESSOR_SECONDS", 1)
+    monkeypatch.setattr(containers, "_PROCESSOR_SECONDS", {"audio": (1, 0)})
     with pytest.raises(
         RequestError, match=r"FFmpeg died of it \(signal \d+\); it may take 1 s"
     ) as caught:
@@ -559,10 +567,138 @@ def test_every_cut_of_a_film_with_sound_is_told(kind: str) -> None:
 
 def test_what_stands_behind_a_file_does_not_matter() -> None:
     mp4, webm = FILES[0], FILES[1]
+    tag = b"TAGA title of a song".ljust(128, b"\0")
     for data in (mp4, webm):
         known = decode_audio(data, 16_000)
-        for behind in (bytes(3), bytes(40), b"\xff" * 40):
+        for behind in (
+            bytes(3),
+            bytes(40),
+            b"\xff" * 40,
+            tag,
+            b"APETAGEX" + bytes(32),
+            b"\r\n--x--",
+        ):
             assert np.array_equal(decode_audio(data + behind, 16_000), known)
+
+
+def test_sizes_are_read_in_all_their_forms() -> None:
+    mp4, webm = FILES[0], FILES[1]
+    at = mp4.index(b"\0\0\0\x08free") + 4
+    (size,) = struct.unpack_from(">I", mp4, at + 4)
+    wide = mp4[: at - 4] + struct.pack(">I4sQ", 1, b"mdat", size + 8) + mp4[at + 12 :]
+    nameless = mp4.replace(b"ftyp", b"skip", 1)
+    segment = webm.index(b"\x18\x53\x80\x67")
+    padded = webm[:segment] + b"\xec\x84" + bytes(4) + b"\xbf\x84" + bytes(4) + webm[segment:]
+    for data, plain in ((wide, mp4), (nameless, mp4), (padded, webm)):
+        kind = container_of(data)
+        assert kind is not None
+        assert size_of(data, kind) == size_of(data[:-1], kind) == len(data)
+        assert np.array_equal(decode_audio(data, 16_000), decode_audio(plain, 16_000))
+    twice = webm + webm
+    assert size_of(twice, "WebM") == size_of(twice[:-1], "WebM") == len(twice)
+    for odd in (struct.pack(">I4sQ", 1, b"mdat", 15), struct.pack(">I4s", 7, b"mdat"), bytes(8)):
+        assert size_of(mp4 + odd, "MP4") == len(mp4)
+    assert size_of(b"\x1aE\xdf\xa3", "WebM") == 0
+
+
+def test_headers_of_nothing_cost_nothing() -> None:
+    started = time.process_time()
+    for data, kind in ((b"\0\0\0\x08free" * 2**20 * 4, "MP4"), (b"\xec\x80" * 2**24, "WebM")):
+        size_of(data, kind)
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("mp4", "libx264"), ("matroska", "libx264"), ("webm", "libvpx")]
+)
+@pytest.mark.parametrize("start", [0.5, 2.0, 4.5])
+def test_sound_that_begins_behind_a_film_is_heard_when_it_is(
+    kind: str, codec: str, start: float
+) -> None:
+    data = film(kind, codec, [50] * 60, sound_seconds=1.0, sound_start=start)
+    decoded = decode_audio(data, 16_000)
+    heard = np.flatnonzero(np.abs(decoded) > 0.1)[0] / 16_000
+    assert heard == pytest.approx(start, abs=0.05)
+    assert len(decoded) / 16_000 == pytest.approx(start + 1, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "matroska"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_film_of_a_few_frames_has_them_all(kind: str, count: int) -> None:
+    levels = [40 * (n + 1) for n in range(count)]
+    for data in (
+        film(kind, "libx264", levels, rate=1),
+        film(kind, "libx264", levels, rate=1, sound_seconds=0.5, sound_start=0.5),
+    ):
+        found = levels_of(decode_video([data], 1.0, LIMITS).frames)
+        assert len(found) == count
+        assert np.abs(np.subtract(found, levels)).max() < 6
+
+
+@pytest.mark.parametrize("kind", ["ipod", "mp4"])
+def test_a_cover_is_no_film(kind: str) -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (32, 32), (200, 0, 0)).save(picture, "JPEG")
+    out = io.BytesIO()
+    with av.open(io.BytesIO(FILES[0])) as source, av.open(out, "w", format="mp4") as file:
+        heard = file.add_stream_from_template(source.streams[0])
+        cover = file.add_stream("mjpeg", rate=1)
+        cover.width = cover.height = 32
+        cover.pix_fmt = "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        file.start_encoding()
+        packet = av.Packet(picture.getvalue())
+        packet.stream, packet.pts, packet.dts = cover, 0, 0
+        packet.time_base, packet.is_keyframe = Fraction(1, 90_000), True
+        file.mux(packet)
+        for own in source.demux():
+            if own.dts is not None:
+                own.stream = heard
+                file.mux(own)
+    assert len(decode_audio(out.getvalue(), 16_000)) == len(decode_audio(FILES[0], 16_000))
+    with pytest.raises(RequestError, match=r"bytes of MP4: it has no video$"):
+        decode_video([out.getvalue()], 1.0, LIMITS)
+
+
+def test_the_first_stream_that_can_be_decoded_is_taken() -> None:
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as file:
+        streams = [file.add_stream(codec, rate=48_000, layout="mono") for codec in ("ac3", "aac")]
+        for stream, seconds in zip(streams, (3.0, 1.0), strict=True):
+            context = stream.codec_context
+            frame = av.AudioFrame.from_ndarray(
+                tone(48_000, seconds)[None], format="fltp", layout="mono"
+            )
+            frame.sample_rate, frame.pts = 48_000, 0
+            resampler = av.AudioResampler(
+                context.format, "mono", 48_000, frame_size=context.frame_size
+            )
+            for part in (*resampler.resample(frame), *resampler.resample(None), None):
+                file.mux(stream.encode(part))
+    assert len(decode_audio(out.getvalue(), 16_000)) == pytest.approx(16_000, abs=1_100)
+
+
+def test_frames_that_change_their_size_are_scaled_to_the_first() -> None:
+    out = io.BytesIO()
+    with av.open(out, "w", format="webm") as file:
+        parts = [
+            film("webm", "libvpx", [level] * 2, rate=1, size=size)
+            for level, size in ((60, (64, 48)), (180, (32, 24)))
+        ]
+        with av.open(io.BytesIO(parts[0])) as source:
+            stream = file.add_stream_from_template(source.streams[0])
+        for number, part in enumerate(parts):
+            with av.open(io.BytesIO(part)) as source:
+                for packet in source.demux():
+                    if packet.size:
+                        moved = av.Packet(bytes(packet))
+                        moved.stream, moved.time_base = stream, Fraction(1, 1000)
+                        moved.pts = moved.dts = packet.pts + 2000 * number
+                        moved.is_keyframe, moved.duration = packet.is_keyframe, 1000
+                        file.mux(moved)
+    frames = decode_video([out.getvalue()], 1.0, LIMITS).frames
+    assert {frame.shape for frame in frames} == {(48, 64, 3)}
+    assert np.abs(np.subtract(levels_of(frames), [60, 60, 180, 180])).max() < 8
 
 
 def test_no_other_file_is_read(tmp_path: Path) -> None:
