@@ -158,12 +158,17 @@ class WorkerPool:
                 queue.remove(job)
 
     async def stop(self, grace: float) -> None:
-        """End all workers."""
+        """End all workers; what they have not prepared is refused."""
         for timer in self._timers:
             timer.cancel()
         workers, self._workers = self._workers, []
         for worker in workers:
             _stop_timer(worker)
+        waiting = [*self._long, *self._quick, *(job for worker in workers for job in worker.jobs)]
+        for job in waiting:
+            if not job.answer.done():
+                message = "the server is shutting down"
+                job.answer.set_exception(ApiError(503, message, code="server_draining"))
         await asyncio.gather(*(worker.child.stop(grace) for worker in workers))
 
     def _spawn(self, is_quick: bool = False) -> None:

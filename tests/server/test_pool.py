@@ -390,3 +390,16 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+async def test_what_is_not_prepared_when_the_pool_stops_is_refused() -> None:
+    setup = Pool(1)
+    (child,) = setup.alive
+    child.say(WorkerReady())
+    tasks = [asyncio.create_task(setup.pool.prepare(f"r{n}", "chat", b"")) for n in range(4)]
+    await turn()
+    assert len(jobs(child)) == 2
+    await setup.stop()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, ApiError)
+        assert (outcome.status, outcome.error.code) == (503, "server_draining")
