@@ -37,7 +37,7 @@ _CODECS = {
 }
 _MEMORY_BYTES = {"audio": 1 << 29, "video": 2 << 30}
 """What reading one file may take, FFmpeg itself among it."""
-_PROCESSOR_SECONDS = {"audio": (5, 1), "video": (10, 5)}
+_PROCESSOR_SECONDS = {"audio": (5, 1), "video": (20, 5)}
 """What reading one file may take of a processor, and how much more for each MiB of it."""
 _MAX_PROCESSOR_SECONDS = 60
 _BLOCK = 2**18
