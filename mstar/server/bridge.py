@@ -195,8 +195,10 @@ class Bridge:
     async def stop(self, grace: float) -> None:
         """End the processes, and what still runs in them."""
         self.is_draining = True
-        self._fail_all(ApiError(503, "the server is shutting down", code="server_draining"))
-        await asyncio.gather(self.link.stop(grace), self.pool.stop(grace))
+        readiness = self.readiness()
+        failure = ApiError(503, readiness.reason, code=readiness.code)
+        self._fail_all(failure)
+        await asyncio.gather(self.link.stop(grace), self.pool.stop(grace, failure))
 
     def readiness(self) -> Readiness:
         """Tell whether requests can be served now."""

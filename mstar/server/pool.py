@@ -157,8 +157,8 @@ class WorkerPool:
             if job in queue:
                 queue.remove(job)
 
-    async def stop(self, grace: float) -> None:
-        """End all workers; what they have not prepared is refused."""
+    async def stop(self, grace: float, failure: ApiError) -> None:
+        """End all workers; what they have not prepared fails."""
         for timer in self._timers:
             timer.cancel()
         workers, self._workers = self._workers, []
@@ -167,8 +167,7 @@ class WorkerPool:
         waiting = [*self._long, *self._quick, *(job for worker in workers for job in worker.jobs)]
         for job in waiting:
             if not job.answer.done():
-                message = "the server is shutting down"
-                job.answer.set_exception(ApiError(503, message, code="server_draining"))
+                job.answer.set_exception(failure)
         await asyncio.gather(*(worker.child.stop(grace) for worker in workers))
 
     def _spawn(self, is_quick: bool = False) -> None:

@@ -27,6 +27,7 @@ from tests.server.fakes import FACTS, FakeChild, family
 
 pytestmark = pytest.mark.anyio
 
+ENDING = ApiError(503, "ending", code="server_draining")
 OPTIONS = AnswerOptions(
     route="chat",
     model="m",
@@ -79,7 +80,7 @@ class Pool:
         self.num_deaths += 1
 
     async def stop(self) -> None:
-        await self.pool.stop(0)
+        await self.pool.stop(0, ENDING)
         self.context.destroy(linger=0)
 
     @property
@@ -243,6 +244,17 @@ async def test_a_recording_that_nobody_waits_for_is_not_sent_behind_another() ->
     await setup.stop()
 
 
+async def test_what_is_not_prepared_when_the_pool_stops_fails() -> None:
+    setup = Pool(1)
+    (child,) = setup.alive
+    child.say(WorkerReady())
+    tasks = [asyncio.create_task(setup.pool.prepare(f"r{n}", "chat", b"")) for n in range(4)]
+    await turn()
+    assert len(jobs(child)) == 2
+    await setup.stop()
+    assert await asyncio.gather(*tasks, return_exceptions=True) == [ENDING] * 4
+
+
 async def test_a_workers_complaint_becomes_the_requests_error() -> None:
     setup = Pool(1)
     (child,) = setup.alive
@@ -390,16 +402,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-
-
-async def test_what_is_not_prepared_when_the_pool_stops_is_refused() -> None:
-    setup = Pool(1)
-    (child,) = setup.alive
-    child.say(WorkerReady())
-    tasks = [asyncio.create_task(setup.pool.prepare(f"r{n}", "chat", b"")) for n in range(4)]
-    await turn()
-    assert len(jobs(child)) == 2
-    await setup.stop()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        assert isinstance(outcome, ApiError)
-        assert (outcome.status, outcome.error.code) == (503, "server_draining")

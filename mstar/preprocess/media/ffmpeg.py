@@ -181,14 +181,12 @@ class _Interleaving:
         graph.link_nodes(source, to, sink).configure()
 
     def __call__(self, frame: Any) -> Iterator[Any]:
-        import av  # noqa: PLC0415 - behind the limits
-
         frame.pts = None
         self._graph.push(frame)
         try:
             while True:
                 yield self._graph.pull()
-        except (av.BlockingIOError, av.EOFError):
+        except (BlockingIOError, EOFError):
             return
 
 

@@ -5,7 +5,6 @@ import re
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -23,10 +22,10 @@ from mstar.errors import RequestError
 from mstar.preprocess.media import containers
 from mstar.preprocess.media.audio import decode_audio
 from mstar.preprocess.media.frames import decode_video
-from mstar.preprocess.media.headers import container_of, size_of
+from mstar.preprocess.media.headers import _MAX_BOXES, _MAX_ELEMENTS, container_of, size_of
 from mstar.preprocess.media.limits import MediaLimits
 from mstar.preprocess.media.types import Pixels
-from tests.preprocess.media.contained import contained
+from tests.preprocess.media.contained import contained, encoded
 from tests.preprocess.media.test_audio import pitch_of, tone
 
 av = pytest.importorskip("av")
@@ -102,19 +101,10 @@ def film_of(
             packets[-1].duration = int(last / packets[-1].time_base)
         file.mux(packets)
         if sound_seconds:
-            context = heard.codec_context
-            frame = av.AudioFrame.from_ndarray(
-                tone(48_000, sound_seconds)[None], format="fltp", layout="mono"
-            )
-            frame.sample_rate, frame.pts = 48_000, 0
-            resampler = av.AudioResampler(
-                context.format, "mono", 48_000, frame_size=context.frame_size or None
-            )
-            for part in (*resampler.resample(frame), *resampler.resample(None), None):
-                for packet in heard.encode(part):
-                    packet.pts += round(sound_start / packet.time_base)
-                    packet.dts = packet.pts
-                    file.mux(packet)
+            for packet in encoded(heard, tone(48_000, sound_seconds)[None], 48_000):
+                packet.pts += round(sound_start / packet.time_base)
+                packet.dts = packet.pts
+                file.mux(packet)
     return out.getvalue()
 
 
@@ -174,7 +164,7 @@ def test_what_a_browser_records_says_no_length_and_is_taken(
     assert len(decoded) == pytest.approx(48_000, abs=1_100)
     half = attempt(lambda: decode_audio(data[: len(data) // 2], 16_000))
     if kind == "mp4":
-        # A fragment says how long it is.
+        # A fragment says how long it is, where it is not cut between two.
         assert isinstance(half, RequestError)
     else:
         assert not isinstance(half, RequestError)
@@ -601,11 +591,12 @@ def test_sizes_are_read_in_all_their_forms() -> None:
     assert size_of(b"\x1aE\xdf\xa3", "WebM") == 0
 
 
-def test_headers_of_nothing_cost_nothing() -> None:
-    started = time.process_time()
-    for data, kind in ((b"\0\0\0\x08free" * 2**20 * 4, "MP4"), (b"\xec\x80" * 2**24, "WebM")):
-        size_of(data, kind)
-    assert time.process_time() - started < 10
+def test_headers_of_nothing_are_not_read_to_their_end() -> None:
+    boxes, voids = b"\0\0\0\x08free" * (_MAX_BOXES + 9), b"\xec\x80" * (_MAX_ELEMENTS - 1)
+    assert size_of(boxes, "MP4") == 8 * _MAX_BOXES
+    segment = b"\x18\x53\x80\x67\x84" + bytes(4)
+    assert size_of(voids + segment, "WebM") == len(voids + segment)
+    assert size_of(b"\xec\x80" + voids + segment, "WebM") == 0
 
 
 @pytest.mark.parametrize(
@@ -635,8 +626,7 @@ def test_a_film_of_a_few_frames_has_them_all(kind: str, count: int) -> None:
         assert np.abs(np.subtract(found, levels)).max() < 6
 
 
-@pytest.mark.parametrize("kind", ["ipod", "mp4"])
-def test_a_cover_is_no_film(kind: str) -> None:
+def test_a_cover_is_no_film() -> None:
     picture = io.BytesIO()
     Image.new("RGB", (32, 32), (200, 0, 0)).save(picture, "JPEG")
     out = io.BytesIO()
@@ -665,16 +655,8 @@ def test_the_first_stream_that_can_be_decoded_is_taken() -> None:
     with av.open(out, "w", format="matroska") as file:
         streams = [file.add_stream(codec, rate=48_000, layout="mono") for codec in ("ac3", "aac")]
         for stream, seconds in zip(streams, (3.0, 1.0), strict=True):
-            context = stream.codec_context
-            frame = av.AudioFrame.from_ndarray(
-                tone(48_000, seconds)[None], format="fltp", layout="mono"
-            )
-            frame.sample_rate, frame.pts = 48_000, 0
-            resampler = av.AudioResampler(
-                context.format, "mono", 48_000, frame_size=context.frame_size
-            )
-            for part in (*resampler.resample(frame), *resampler.resample(None), None):
-                file.mux(stream.encode(part))
+            for packet in encoded(stream, tone(48_000, seconds)[None], 48_000):
+                file.mux(packet)
     assert len(decode_audio(out.getvalue(), 16_000)) == pytest.approx(16_000, abs=1_100)
 
 
@@ -713,9 +695,7 @@ def test_no_other_file_is_read(tmp_path: Path) -> None:
         place = data.index(name) - 4
         size = int.from_bytes(data[place : place + 4], "big") + len(path)
         data[place : place + 4] = size.to_bytes(4, "big")
-    found = attempt(lambda: decode_audio(bytes(data), 16_000))
-    if not isinstance(found, RequestError):
-        np.testing.assert_allclose(found, tone(16_000, 1.0), atol=1e-4)
+    np.testing.assert_allclose(decode_audio(bytes(data), 16_000), tone(16_000, 1.0), atol=1e-4)
 
 
 def test_a_reader_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
